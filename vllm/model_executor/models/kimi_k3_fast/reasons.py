@@ -1,7 +1,7 @@
 """Every reason for which the fork refuses, falls back or reports a violation: one closed enum, no bare False.
 
-A `Reason` belongs to the level at which it is decided. The levels are evaluated in the order of `Level`, each one whole: the report
-lists all reasons of a level, never only the first. `docs/guard.md` is generated from this file.
+A `Reason` belongs to the level at which it is decided. The levels are evaluated in the order of `Level`, each one whole:
+the report lists all reasons of a level, never only the first. `docs/guard.md` is generated from this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Explained:
 class Reason(enum.Enum):
     """The closed list. The value's `code` is what reports, metrics and event files carry; it never changes once released."""
 
-    # -- deployment ----------------------------------------------------------------------------------------------------------------
+    # -- deployment ----------------------------------------
     MODE_OFF = Explained("mode_off", Level.DEPLOYMENT, "The setting `mode` is `off`.", "Set `mode` to `auto` or `require`.")
     BASE_VERSION = Explained(
         "base_version",
@@ -49,7 +49,98 @@ class Reason(enum.Enum):
         "Nothing: other models are served by stock vLLM, untouched.",
     )
 
-    # -- step ------------------------------------------------------------------------------------------------------------------------
+    UNVALIDATED = Explained(
+        "unvalidated",
+        Level.DEPLOYMENT,
+        "The fast path was compiled and checked for this device but never run there.",
+        "Set `allow_unvalidated` to take it all the same, and hand in the evidence.",
+    )
+    DTYPE = Explained(
+        "dtype",
+        Level.DEPLOYMENT,
+        "The model's dtype is not one that the fast path was tested in.",
+        "Serve with `--dtype bfloat16`.",
+    )
+    CACHE_DTYPE = Explained(
+        "cache_dtype",
+        Level.DEPLOYMENT,
+        "The KV cache's dtype is not one that the fast path reads and writes.",
+        "Serve with `--kv-cache-dtype auto`.",
+    )
+    PIPELINE_PARALLEL = Explained(
+        "pipeline_parallel",
+        Level.DEPLOYMENT,
+        "The fast path runs all layers in one process of a tensor-parallel group.",
+        "Serve with `--pipeline-parallel-size 1`.",
+    )
+    DATA_PARALLEL = Explained(
+        "data_parallel",
+        Level.DEPLOYMENT,
+        "Data-parallel ranks pad and skip steps together; no evidence for the fast path there yet.",
+        "Run independent servers behind a load balancer.",
+    )
+    CONTEXT_PARALLEL = Explained(
+        "context_parallel",
+        Level.DEPLOYMENT,
+        "The fast path reads a whole context; shards of it are not merged yet.",
+        "Serve with `--decode-context-parallel-size 1`.",
+    )
+    EXPERT_PARALLEL = Explained(
+        "expert_parallel",
+        Level.DEPLOYMENT,
+        "The fast path shards every expert over the tensor-parallel group.",
+        "Leave `--enable-expert-parallel` off.",
+    )
+    EPLB = Explained(
+        "eplb",
+        Level.DEPLOYMENT,
+        "Experts that move between ranks would leave the fast path's views stale.",
+        "Leave `--enable-eplb` off.",
+    )
+    DBO = Explained(
+        "dbo",
+        Level.DEPLOYMENT,
+        "Dual-batch overlap splits a step in two; the fast path plans whole steps.",
+        "Leave `--enable-dbo` off.",
+    )
+    LORA = Explained(
+        "lora",
+        Level.DEPLOYMENT,
+        "The fast path reads base weights only.",
+        "Leave `--enable-lora` off.",
+    )
+    SPECULATION = Explained(
+        "speculation",
+        Level.DEPLOYMENT,
+        "Verify steps are not planned yet: every decode step would be one.",
+        "Serve without `--speculative-config`.",
+    )
+    KV_CONNECTOR = Explained(
+        "kv_connector",
+        Level.DEPLOYMENT,
+        "KV connectors hook into each attention layer, which the fast path does not call.",
+        "Serve without `--kv-transfer-config`.",
+    )
+    SLEEP_MODE = Explained(
+        "sleep_mode",
+        Level.DEPLOYMENT,
+        "Sleeping frees and reloads weights under the fast path's views.",
+        "Leave `--enable-sleep-mode` off.",
+    )
+    PROMPT_EMBEDS = Explained(
+        "prompt_embeds",
+        Level.DEPLOYMENT,
+        "The fast path starts from token ids.",
+        "Leave `--enable-prompt-embeds` off.",
+    )
+    REPLAY_SSM = Explained(
+        "replay_ssm",
+        Level.DEPLOYMENT,
+        "ReplaySSM keeps the recurrent state in another form than the fast path reads.",
+        "Leave `--use-replayssm` off.",
+    )
+
+    # -- step ----------------------------------------
     STEP_PREFILL = Explained(
         "step_prefill",
         Level.STEP,
@@ -63,7 +154,7 @@ class Reason(enum.Enum):
         "Lower `--max-num-seqs`, or accept the standard path at this batch size.",
     )
 
-    # -- kernels (op plans) ----------------------------------------------------------------------------------------------------------
+    # -- kernels (op plans) ----------------------------------------
     OP_ARCH = Explained(
         "op_arch",
         Level.DEPLOYMENT,

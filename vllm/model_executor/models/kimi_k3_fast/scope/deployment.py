@@ -1,0 +1,91 @@
+"""`Deployment`: the plain facts on which the scope rules decide, read once from vLLM's configuration and the platform.
+
+Every rank of a deployment reads the same facts, so that every rank reaches the same verdict without talking to another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+K3_ARCHITECTURES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Facts only; no vLLM object is kept. Sizes are counts, dtypes are vLLM's names."""
+
+    architecture: str = K3_ARCHITECTURES[0]
+    platform: str = "cpu"  # "cpu", "cuda", "rocm", ...
+    device_arch: str = "cpu"  # "cpu", or the compute capability as "sm_90a"
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    state_dtype: str = "float32"  # of the recurrent state
+    quantization: str | None = None  # of the routed experts
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    prefill_context_parallel: int = 1
+    decode_context_parallel: int = 1
+    expert_parallel: bool = False
+    eplb: bool = False
+    dbo: bool = False
+    lora: bool = False
+    speculation: str | None = None  # the method's name
+    kv_connector: str | None = None
+    sleep_mode: bool = False
+    prompt_embeds: bool = False
+    replay_ssm: bool = False
+    cudagraph: str = "none"  # vLLM's cudagraph_mode of decode steps, lower case
+    attention_heads: int = 0
+    kda_heads: int = 0
+
+    def facts(self) -> dict[str, str]:
+        """Name and printed value of every fact, for the report and `k3fast doctor`."""
+        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+
+def device_arch(platform: Any) -> str:
+    """The kernel architecture of vLLM's `current_platform`: "cpu", or "sm_90a" for compute capability 9.0."""
+    if not platform.is_cuda():
+        return platform.device_type
+    capability = platform.get_device_capability()
+    return f"sm_{capability.major}{capability.minor}a"
+
+
+def read(vllm_config: Any) -> Deployment:
+    """The facts of a resolved `VllmConfig`."""
+    from vllm.platforms import current_platform
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    text = model.hf_text_config
+    linear = getattr(text, "linear_attn_config", None) or {}
+    quantization = getattr(text, "quantization_config", None) or getattr(model.hf_config, "quantization_config", None)
+    transfer = vllm_config.kv_transfer_config
+    return Deployment(
+        architecture=model.architecture,
+        platform=current_platform.device_type,
+        device_arch=device_arch(current_platform),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=cache.cache_dtype,
+        state_dtype=cache.mamba_ssm_cache_dtype,
+        quantization=(quantization or {}).get("quant_method"),
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        prefill_context_parallel=parallel.prefill_context_parallel_size,
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        eplb=parallel.enable_eplb,
+        dbo=parallel.enable_dbo,
+        lora=vllm_config.lora_config is not None,
+        speculation=vllm_config.speculative_config.method if vllm_config.speculative_config else None,
+        kv_connector=transfer.kv_connector if transfer is not None else None,
+        sleep_mode=model.enable_sleep_mode,
+        prompt_embeds=model.enable_prompt_embeds,
+        replay_ssm=cache.use_replayssm,
+        cudagraph=str(vllm_config.compilation_config.cudagraph_mode).rpartition(".")[2].lower(),
+        attention_heads=int(getattr(text, "num_attention_heads", 0) or 0),
+        kda_heads=int(linear.get("num_heads", 0) or 0),
+    )

@@ -1,0 +1,114 @@
+"""The scope rules: each is a pure function `(Deployment, Settings) -> Refusal | None`, and every one of them is asked.
+
+To allow something that is refused today, bring its evidence (a test on CPU, a recorded run on a GPU) and delete its rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..reasons import Reason, Refusal
+from ..settings import Settings
+from .deployment import K3_ARCHITECTURES, Deployment
+
+Rule = Callable[[Deployment, Settings], Refusal | None]
+RULES: list[Rule] = []
+
+# What has been run, and by which evidence it stands. docs/support.md shows it to readers.
+RUN_ON = ("cpu",)
+COMPILED_FOR = ("sm_90a", "sm_100a", "sm_103a")
+DTYPES = ("bfloat16", "float32")
+CACHE_DTYPES = ("auto", "bfloat16", "float32")
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def refusals(deployment: Deployment, settings: Settings) -> tuple[Refusal, ...]:
+    """All reasons for which this deployment cannot take the fast path, in the order of the rules; empty if it can."""
+    return tuple(found for r in RULES if (found := r(deployment, settings)) is not None)
+
+
+@rule
+def mode(_: Deployment, settings: Settings) -> Refusal | None:
+    return Refusal(Reason.MODE_OFF, "mode is 'off'") if settings.mode == "off" else None
+
+
+@rule
+def architecture(d: Deployment, _: Settings) -> Refusal | None:
+    if d.architecture in K3_ARCHITECTURES:
+        return None
+    return Refusal(Reason.MODEL_NOT_K3, f"expected one of {', '.join(K3_ARCHITECTURES)}, found {d.architecture}")
+
+
+@rule
+def device(d: Deployment, settings: Settings) -> Refusal | None:
+    if d.device_arch in RUN_ON:
+        return None
+    if d.device_arch in COMPILED_FOR:
+        if settings.allow_unvalidated:
+            return None
+        return Refusal(
+            Reason.UNVALIDATED,
+            f"the executor was run on {', '.join(RUN_ON)}; on {d.device_arch} only single operators were compiled or run; "
+            "`allow_unvalidated` takes it all the same",
+        )
+    return Refusal(Reason.OP_ARCH, f"expected one of {', '.join(RUN_ON + COMPILED_FOR)}, found {d.device_arch}")
+
+
+@rule
+def dtype(d: Deployment, _: Settings) -> Refusal | None:
+    return None if d.dtype in DTYPES else Refusal(Reason.DTYPE, f"expected one of {', '.join(DTYPES)}, found {d.dtype}")
+
+
+@rule
+def cache_dtype(d: Deployment, _: Settings) -> Refusal | None:
+    if d.kv_cache_dtype in CACHE_DTYPES:
+        return None
+    return Refusal(Reason.CACHE_DTYPE, f"expected one of {', '.join(CACHE_DTYPES)}, found {d.kv_cache_dtype}")
+
+
+@rule
+def heads(d: Deployment, _: Settings) -> Refusal | None:
+    if d.kda_heads % d.tensor_parallel == 0 and d.attention_heads % d.tensor_parallel == 0:
+        return None
+    return Refusal(
+        Reason.OP_SHAPE, f"expected heads divisible by TP {d.tensor_parallel}, found KDA {d.kda_heads}, MLA {d.attention_heads}"
+    )
+
+
+def _feature(reason: Reason, found: Callable[[Deployment], str | None]) -> None:
+    """A rule that refuses a feature for which there is no evidence yet; `found` says what was found, or None."""
+
+    def refuse(d: Deployment, _: Settings) -> Refusal | None:
+        detail = found(d)
+        return Refusal(reason, detail) if detail else None
+
+    refuse.__name__ = reason.code
+    RULES.append(refuse)
+
+
+def _above_one(name: str, size: int) -> str | None:
+    return f"expected {name} 1, found {size}" if size > 1 else None
+
+
+_feature(Reason.PIPELINE_PARALLEL, lambda d: _above_one("pipeline parallel size", d.pipeline_parallel))
+_feature(Reason.DATA_PARALLEL, lambda d: _above_one("data parallel size", d.data_parallel))
+_feature(
+    Reason.CONTEXT_PARALLEL,
+    lambda d: (
+        _above_one("decode context parallel size", d.decode_context_parallel)
+        or _above_one("prefill context parallel size", d.prefill_context_parallel)
+    ),
+)
+_feature(Reason.EXPERT_PARALLEL, lambda d: "expert parallel is enabled" if d.expert_parallel else None)
+_feature(Reason.EPLB, lambda d: "expert load balancing is enabled" if d.eplb else None)
+_feature(Reason.DBO, lambda d: "dual-batch overlap is enabled" if d.dbo else None)
+_feature(Reason.LORA, lambda d: "LoRA is enabled" if d.lora else None)
+_feature(Reason.SPECULATION, lambda d: f"speculative method {d.speculation}" if d.speculation else None)
+_feature(Reason.KV_CONNECTOR, lambda d: f"KV connector {d.kv_connector}" if d.kv_connector else None)
+_feature(Reason.SLEEP_MODE, lambda d: "sleep mode is enabled" if d.sleep_mode else None)
+_feature(Reason.PROMPT_EMBEDS, lambda d: "prompt embeddings are enabled" if d.prompt_embeds else None)
+_feature(Reason.REPLAY_SSM, lambda d: "ReplaySSM is enabled" if d.replay_ssm else None)
