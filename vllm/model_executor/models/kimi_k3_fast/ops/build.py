@@ -1,0 +1,452 @@
+"""Kernels from source to callable: ahead of time, cached by content, never while serving.
+
+How an op uses it
+-----------------
+1. Device half, `ops/<op>/cute.py`: a kernel and its entry. The entry is plain Python that runs while the kernel is traced. It gets the config,
+   each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel, whose tensor arguments are the
+   entry's, in the same order (the order checker relies on that to know which kernel parameter is which tensor):
+
+       @cute.kernel
+       def _scale(w: Static, x: Dynamic, y: Output, columns: cutlass.Constexpr):
+           thread, _, _ = cute.arch.thread_idx()
+           row, _, _ = cute.arch.block_idx()
+           weight = w.early()[thread]                       # before the wait: a weight
+           token = dependency_wait()
+           release_dependents()
+           y.after(token)[row, thread] = x.after(token)[row, thread] * weight
+
+       def bf16_scale(config, w, x, y, stream):
+           _scale(w, x, y, config.columns).launch(grid=[config.rows, 1, 1], block=[config.columns, 1, 1], stream=stream, use_pdl=True)
+
+2. Host half, `ops/<op>/__init__.py`: describe the kernel with a `KernelSpec`, once, in `plan`:
+
+       spec = KernelSpec(
+           name="bf16_scale", op="scale", config=config, entry=f"{__name__}.cute:bf16_scale",
+           params=(
+               Param("w", "bf16", (config.columns,), STATIC),
+               Param("x", "bf16", (config.rows, config.columns), ACTIVATION),
+               Param("y", "bf16", (config.rows, config.columns), OUTPUT),
+           ),
+       )
+       kernel = build.get(spec, "sm_90a")      # in plan or bind: loads the artefact, or compiles it once and says so
+       kernel(w, x, y)                         # in run: torch CUDA tensors, on torch's current stream; or stream=<int handle>
+
+   Shapes and types are checked at each call by the generated host code (a wrong one is a ValueError that names the argument). A size that is
+   known only at run (a cache's number of blocks) is a `Sym("blocks")`; strides default to row-major. SCALAR parameters are passed as numbers.
+
+3. `ops/<op>/__init__.py` has `specs() -> list[KernelSpec]`, and `ops/index.py` lists it: then it is compiled and order-checked in CI.
+
+Artefacts
+---------
+An artefact is four files named `<kernel>-<hash>`: `.o` (host launcher with the cubin inside, loaded through TVM-FFI in a few milliseconds),
+`.ptx` and `.cubin` (for the order checker), `.json` (registers, spills, shared memory, parameters, versions). The hash covers the source of the
+entry's module and of everything it imports from `ops`, the config, the parameters, the architecture and the DSL's version. Compiling needs no GPU.
+They are looked for in `Store.folders` in order and written to the last one; `k3fast kernels compile --out DIR` fills such a folder to ship.
+A missing artefact is logged, counted in `compiled_here` and compiled once; inside a CUDA graph capture it raises.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import enum
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+_ROOM = __name__.rpartition(".")[0]  # the `ops` package
+_FORMAT = 1  # raise when the artefact's files or calling convention change
+
+
+class Access(enum.Enum):
+    """What a kernel may do with a parameter, and so which type of `ops/order.py` it arrives as."""
+
+    STATIC = "static"  # loaded weights and tables: may be read before the dependency wait
+    ACTIVATION = "activation"  # written by an earlier kernel
+    STATE = "state"  # cache or recurrent state, read and written in place
+    MAILBOX = "mailbox"  # written by peers: ordered by an acquire
+    OUTPUT = "output"  # written here
+    SCALAR = "scalar"  # a number, passed by value
+
+
+STATIC, ACTIVATION, STATE, MAILBOX, OUTPUT, SCALAR = Access
+
+
+@dataclass(frozen=True)
+class Sym:
+    """A size or stride that is known only at run; the same name in one spec means the same size."""
+
+    name: str
+    divisible_by: int = 1
+    bits: int = 32
+
+
+@dataclass(frozen=True)
+class Param:
+    """One kernel parameter. `dtype`: a key of `DTYPES`. `strides` in elements, row-major by default. `align`: bytes the pointer is aligned to."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | Sym, ...]
+    access: Access
+    strides: tuple[int | Sym, ...] | None = None
+    align: int = 16
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """All that determines a kernel. `entry`: "module:function" (imported only to compile), or the function itself."""
+
+    name: str
+    op: str
+    config: Any
+    entry: str | Callable[..., None]
+    params: tuple[Param, ...]
+
+    @property
+    def module(self) -> str:
+        return self.entry.partition(":")[0] if isinstance(self.entry, str) else self.entry.__module__
+
+    def function(self) -> Callable[..., None]:
+        if not isinstance(self.entry, str):
+            return self.entry
+        module, _, name = self.entry.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    def source(self) -> Path:
+        if not isinstance(self.entry, str):
+            return Path(inspect.getfile(self.entry))
+        found = importlib.util.find_spec(self.module)
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError(f"Kernel {self.name}: expected its entry in module {self.module}, found no such module.")
+        return Path(found.origin)
+
+
+DTYPES = {
+    "bf16": ("BFloat16", torch.bfloat16),
+    "f16": ("Float16", torch.float16),
+    "f32": ("Float32", torch.float32),
+    "f8e4m3": ("Float8E4M3FN", torch.float8_e4m3fn),
+    "u8": ("Uint8", torch.uint8),
+    "i8": ("Int8", torch.int8),
+    "i32": ("Int32", torch.int32),
+    "u32": ("Uint32", torch.uint32),
+    "i64": ("Int64", torch.int64),
+    "u64": ("Uint64", torch.uint64),
+}
+
+
+# -- identity ------------------------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def dsl_version() -> str:
+    return importlib.metadata.version("nvidia-cutlass-dsl")
+
+
+@functools.lru_cache(maxsize=None)
+def _sources(path: Path, module: str) -> frozenset[Path]:
+    """The file and every file of the `ops` room that it imports, transitively."""
+    found = {path}
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            )
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if not name.startswith(f"{_ROOM}.") or name == __name__:
+                continue
+            with contextlib.suppress(ModuleNotFoundError):  # `from module import function` also tries module.function
+                spec = importlib.util.find_spec(name)
+                if spec and spec.origin and Path(spec.origin) not in found:
+                    found.add(Path(spec.origin))
+                    found |= _sources(Path(spec.origin), name)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=None)
+def _source_digest(path: Path, module: str) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(_sources(path, module), key=lambda p: p.name):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def content_hash(spec: KernelSpec, arch: str) -> str:
+    """16 hex digits that name this kernel's artefact: equal exactly when everything that shapes its code is equal."""
+    entry = spec.entry if isinstance(spec.entry, str) else spec.entry.__qualname__
+    parts = (_FORMAT, spec.name, spec.op, repr(spec.config), entry.rpartition(":")[2], repr(spec.params), arch)
+    parts += (dsl_version(), platform.machine(), _source_digest(spec.source(), spec.module))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+# -- the store -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Store:
+    """Folders that hold artefacts: read in order, written to the last."""
+
+    folders: list[Path]
+
+    def find(self, arch: str, stem: str) -> Path | None:
+        """The folder that holds all of the artefact, or None."""
+        for folder in self.folders:
+            if (folder / arch / f"{stem}.json").is_file():  # written last
+                return folder / arch
+        return None
+
+    def writable(self, arch: str) -> Path:
+        folder = self.folders[-1] / arch
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def default_store() -> Store:
+    """Artefacts shipped inside the package, then `$K3FAST_KERNELS` or the user's cache."""
+    own = os.environ.get("K3FAST_KERNELS")
+    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kimi_k3_fast" / "kernels"
+    return Store([Path(__file__).parent / "artefacts", cache])
+
+
+store = default_store()
+compiled_here: list[str] = []  # artefacts that this process had to compile: a serving process wants this empty
+
+
+# -- compiling -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _guarded(spec: KernelSpec) -> Callable[..., None]:
+    """The DSL's entry for a spec: one named argument per parameter and the stream, each tensor wrapped in the type of its access."""
+    from . import order
+
+    wrap = {
+        STATIC: order.Static,
+        ACTIVATION: order.Dynamic,
+        STATE: order.Dynamic,
+        MAILBOX: order.Dynamic,
+        OUTPUT: order.Output,
+        SCALAR: lambda number: number,
+    }
+    function = spec.function()
+
+    def launcher(*args: Any) -> None:
+        *values, stream = args
+        function(spec.config, *(wrap[p.access](value) for p, value in zip(spec.params, values, strict=True)), stream)
+
+    names = [*(p.name for p in spec.params), "stream"]
+    scope: dict[str, Any] = {"launcher": launcher}
+    exec(
+        f"def entry({', '.join(names)}):\n    launcher({', '.join(names)})", scope
+    )  # the DSL reads argument names from the signature
+    entry = scope["entry"]
+    entry.__name__ = entry.__qualname__ = spec.name
+    entry.__module__ = spec.module
+    return entry
+
+
+def _fake_arguments(spec: KernelSpec) -> list[Any]:
+    """Arguments with types and shapes but no memory, as the DSL wants them to compile without a GPU."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+    symbols: dict[str, Any] = {}
+
+    def size(value: int | Sym) -> Any:
+        if isinstance(value, int):
+            return value
+        if value.name not in symbols:
+            symbols[value.name] = cute.sym_int(value.bits, divisibility=value.divisible_by, symbol=value.name)
+        return symbols[value.name]
+
+    def fake(param: Param) -> Any:
+        dtype = getattr(cutlass, DTYPES[param.dtype][0])
+        if param.access is SCALAR:
+            return dtype(0)
+        strides = param.strides or _row_major(param)
+        return make_fake_tensor(dtype, tuple(map(size, param.shape)), tuple(map(size, strides)), assumed_align=param.align)
+
+    return [*(fake(p) for p in spec.params), make_fake_stream()]
+
+
+def _row_major(param: Param) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(param.shape[1:]):
+        if not isinstance(extent, int):
+            raise ValueError(
+                f"Parameter {param.name}: only the first size may be a Sym unless strides are given, found {param.shape}."
+            )
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides)) if param.shape else ()
+
+
+def tool(name: str) -> str:
+    """Path of a CUDA binary tool (`cuobjdump`, `nvdisasm`): the one inside the triton package, or on the PATH."""
+    found = importlib.util.find_spec("triton")
+    if found and found.origin:
+        path = Path(found.origin).parent / "backends" / "nvidia" / "bin" / name
+        if path.is_file():
+            return str(path)
+    on_path = shutil.which(name)
+    if on_path is None:
+        raise FileNotFoundError(
+            f"Expected {name} in the triton package or on the PATH, found neither. Install triton or the CUDA toolkit."
+        )
+    return on_path
+
+
+def _resources(cubin: Path) -> dict[str, int]:
+    """Registers, stack (spill) bytes and static shared memory of the one kernel in a cubin, as the assembler recorded them."""
+    text = subprocess.run([tool("cuobjdump"), "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL|BARRIER):(\d+)", text)}
+    return {
+        "registers": usage.get("REG", 0),
+        "stack": usage.get("STACK", 0),
+        "local": usage.get("LOCAL", 0),
+        "shared": usage.get("SHARED", 0),
+    }
+
+
+def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
+    """Compile one kernel for one architecture and write its four files under `folder`. Returns the path of the `.o`. Needs no GPU."""
+    import cutlass.cute as cute
+
+    stem = f"{spec.name}-{content_hash(spec, arch)}"
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {scratch}"
+        compiled = cute.compile(cute.jit(_guarded(spec), preprocess=False), *_fake_arguments(spec), options=options)
+        ptx, cubin = (next(Path(scratch).glob(f"*.{kind}")) for kind in ("ptx", "cubin"))
+        compiled.export_to_c(object_file_path=f"{scratch}/launcher.o", function_name=_symbol(stem))
+        record = {
+            "kernel": spec.name,
+            "op": spec.op,
+            "arch": arch,
+            "config": repr(spec.config),
+            "params": [{**asdict(p), "access": p.access.value} for p in spec.params],
+            "dsl": dsl_version(),
+            "host": platform.machine(),
+            **_resources(cubin),
+        }
+        (Path(scratch) / "record.json").write_text(json.dumps(record, indent=1))
+        for kind, path in (("ptx", ptx), ("cubin", cubin), ("o", "launcher.o"), ("json", "record.json")):
+            os.replace(Path(scratch) / path, folder / f"{stem}.{kind}")
+    return folder / f"{stem}.o"
+
+
+def _symbol(stem: str) -> str:
+    return re.sub(r"\W", "_", f"k3_{stem}")
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """One process at a time: the ranks of one host want the same kernels at the same moment."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def ensure(spec: KernelSpec, arch: str) -> Path:
+    """The folder that holds the artefact's files, compiled now if no folder of the store has them."""
+    stem = f"{spec.name}-{content_hash(spec, arch)}"
+    found = store.find(arch, stem)
+    if found:
+        return found
+    folder = store.writable(arch)
+    with _only_one(folder / f".{stem}.lock"):
+        if not store.find(arch, stem):
+            compile_artefact(spec, arch, folder)
+            compiled_here.append(stem)
+    return folder
+
+
+# -- running -------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Compiled:
+    """A kernel ready to launch. Call it with torch CUDA tensors (numbers for SCALAR parameters) in the order of `spec.params`."""
+
+    spec: KernelSpec
+    arch: str
+    stem: str
+    function: Callable[..., None] = field(repr=False)
+    _used_on: set[int] = field(default_factory=set, repr=False)
+
+    def __call__(self, *args: Any, stream: int | None = None) -> None:
+        """Launch on `stream` (a CUDA stream handle), by default torch's current one. Raises if the first launch on a device is captured."""
+        device = torch.cuda.current_device()
+        if device not in self._used_on:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"Kernel {self.spec.name}: expected one launch on device {device} before capture, found the first one inside it. "
+                    "The first launch loads the code onto the device, which a capture forbids; run the step once eagerly first."
+                )
+            self._used_on.add(device)
+        self.function(*args, torch.cuda.current_stream(device).cuda_stream if stream is None else stream)
+
+
+_loaded: dict[tuple[str, str], Compiled] = {}
+
+
+def device_arch() -> str:
+    """The kernel architecture of torch's current device. Raises RuntimeError where the project has none."""
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"sm_{major}{minor}a"
+    if arch not in ARCHS:
+        raise RuntimeError(
+            f"Expected a device of {', '.join(ARCHS)}, found {arch}. There are no kernels for it: use the standard path."
+        )
+    return arch
+
+
+def get(spec: KernelSpec, arch: str | None = None) -> Compiled:
+    """The callable kernel for a spec, from memory, from the store, or (logged, and never inside a capture) freshly compiled."""
+    arch = arch or device_arch()
+    stem = f"{spec.name}-{content_hash(spec, arch)}"
+    if (arch, stem) in _loaded:
+        return _loaded[arch, stem]
+    folder = store.find(arch, stem)
+    if folder is None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"Kernel {stem} for {arch} is in none of {[str(f) for f in store.folders]} and a CUDA graph is being captured. "
+                "Compile before capture: run `k3fast kernels compile`, or plan the step once eagerly."
+            )
+        logger.warning(
+            "No artefact of kernel %s for %s: compiling it now. `k3fast kernels compile` does this ahead of time.", stem, arch
+        )
+        folder = ensure(spec, arch)
+
+    import cutlass.cute as cute
+
+    module = cute.runtime.load_module(str(folder / f"{stem}.o"), enable_tvm_ffi=True)
+    _loaded[arch, stem] = Compiled(spec, arch, stem, getattr(module, _symbol(stem)))
+    return _loaded[arch, stem]

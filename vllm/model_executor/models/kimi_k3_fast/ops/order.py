@@ -1,0 +1,120 @@
+"""Who may read what, and when: the order of memory under programmatic dependent launch, as types of the trace.
+
+Under programmatic dependent launch (PDL) a kernel starts while the kernel before it still runs. Reading a weight then is the gain; reading an
+activation then is a race that shows up once in a million steps. So a kernel never receives a bare tensor. Each parameter arrives wrapped in
+the type of its access, and only that type's door opens:
+
+    w.early()        `Static`: loaded weights and tables, never written while serving. May be read any time.
+    x.after(token)   `Dynamic`: activations, caches, states, mailboxes. Needs an `Ordered` token, which only `dependency_wait()` or an
+                     acquire of a mailbox hands out.
+    y.after(token)   `Output`: needs the token as well, because the previous kernel may still be reading the buffer that is written here.
+
+A wrong door is a TypeError while tracing, so it does not compile. What types cannot see, a wait that only some warps execute or a compiler
+that moves a load, is checked on PTX and SASS by `ops/verify.py`.
+
+Two further rules of PDL, for the author of a kernel:
+  - every thread that touches dynamic memory executes `dependency_wait()` itself: the wait orders the thread that executes it;
+  - every kernel executes the wait before it ends, even one with nothing to wait for: kernel n+1 waits for n only, and sees the writes of n-1
+    because n has waited for n-1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+
+
+class Ordered:
+    """Proof that the earlier kernels' writes are visible to this thread. Made by `dependency_wait` and by acquires, by nothing else."""
+
+    __slots__ = ("origin",)
+    _key = object()
+
+    def __init__(self, key: object, origin: str) -> None:
+        if key is not Ordered._key:
+            raise TypeError("An Ordered token is handed out by dependency_wait() or by an acquire; it cannot be made by hand.")
+        self.origin = origin
+
+
+def dependency_wait() -> Ordered:
+    """Emit `griddepcontrol.wait`: returns when every kernel this one depends on has finished and its writes are visible."""
+    cute.arch.griddepcontrol_wait()
+    return Ordered(Ordered._key, "griddepcontrol.wait")
+
+
+def release_dependents() -> None:
+    """Emit `griddepcontrol.launch_dependents`: the next kernel may start once every block has called this or ended.
+
+    It may then run up to its own `dependency_wait`, so early is safe, and early is good once this kernel's own loads are on their way.
+    """
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+class Guarded:
+    """A tensor behind a door. Shape, type and layout are free to read; memory is not."""
+
+    _alternative = ""
+
+    def __init__(self, tensor: Any) -> None:
+        if isinstance(tensor, Guarded):
+            raise TypeError(
+                f"Expected a plain tensor, found one that is already {type(tensor).__name__}; its access is decided once."
+            )
+        self._tensor = tensor
+
+    @property
+    def shape(self) -> Any:
+        return self._tensor.shape
+
+    @property
+    def layout(self) -> Any:
+        return self._tensor.layout
+
+    @property
+    def element_type(self) -> Any:
+        return self._tensor.element_type
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"A {type(self).__name__} tensor is not read or written directly: {self._alternative}.")
+
+    __setitem__ = __getitem__
+
+    # The two methods by which the DSL carries an object across a kernel launch or a dynamic branch as the values inside it.
+    def __extract_mlir_values__(self) -> list[Any]:
+        return self._tensor.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Guarded:
+        return type(self)(self._tensor.__new_from_mlir_values__(values))
+
+
+class Static(Guarded):
+    """A weight or table that nothing writes while the model serves."""
+
+    _alternative = "use .early()"
+
+    def early(self) -> Any:
+        """The tensor, readable at any time, also before the dependency wait."""
+        return self._tensor
+
+    def after(self, token: Ordered) -> Any:
+        raise TypeError("A Static tensor needs no token: use .early(). If another kernel writes it, declare it Dynamic.")
+
+
+class Dynamic(Guarded):
+    """A tensor that another kernel writes: activation, cache, recurrent state or mailbox."""
+
+    _alternative = "use .after(token) with the token of dependency_wait()"
+
+    def early(self) -> Any:
+        raise TypeError(f"A {type(self).__name__} tensor cannot be read before the dependency wait: use .after(token).")
+
+    def after(self, token: Ordered) -> Any:
+        """The tensor, for loads and stores that the program places behind the wait that made `token`."""
+        if not isinstance(token, Ordered):
+            raise TypeError(f"Expected the Ordered token of dependency_wait() or of an acquire, found {type(token).__name__}.")
+        return self._tensor
+
+
+class Output(Dynamic):
+    """A tensor this kernel writes. Writing early would race with the kernel that still reads the buffer's previous content."""
