@@ -1,4 +1,4 @@
-"""What the operator tests share: GPU tests are listed as skipped without a device, and artefacts go to a folder of the test run."""
+"""What the operator tests share: GPU tests are listed as skipped without a device, artefacts live in a folder of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest kernel that has everything the build and the order checker deal with: a weight, an activation, an output, and the wait."""
+"""The smallest kernel with all that the build and the order checker deal with: a weight, an activation, an output, the wait."""
 
 from __future__ import annotations
 

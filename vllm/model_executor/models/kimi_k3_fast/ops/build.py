@@ -2,9 +2,9 @@
 
 How an op uses it
 -----------------
-1. Device half, `ops/<op>/cute.py`: a kernel and its entry. The entry is plain Python that runs while the kernel is traced. It gets the config,
-   each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel, whose tensor arguments are the
-   entry's, in the same order (the order checker relies on that to know which kernel parameter is which tensor):
+1. Device half, `ops/<op>/cute.py`: a kernel and its entry. The entry is plain Python that runs while the kernel is traced. It gets
+   the config, each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel, whose tensor
+   arguments are the entry's, in the same order (the order checker relies on that to know which kernel parameter is which tensor):
 
        @cute.kernel
        def _scale(w: Static, x: Dynamic, y: Output, columns: cutlass.Constexpr):
@@ -16,7 +16,8 @@ How an op uses it
            y.after(token)[row, thread] = x.after(token)[row, thread] * weight
 
        def bf16_scale(config, w, x, y, stream):
-           _scale(w, x, y, config.columns).launch(grid=[config.rows, 1, 1], block=[config.columns, 1, 1], stream=stream, use_pdl=True)
+           grid, block = [config.rows, 1, 1], [config.columns, 1, 1]
+           _scale(w, x, y, config.columns).launch(grid=grid, block=block, stream=stream, use_pdl=True)
 
 2. Host half, `ops/<op>/__init__.py`: describe the kernel with a `KernelSpec`, once, in `plan`:
 
@@ -31,18 +32,20 @@ How an op uses it
        kernel = build.get(spec, "sm_90a")      # in plan or bind: loads the artefact, or compiles it once and says so
        kernel(w, x, y)                         # in run: torch CUDA tensors, on torch's current stream; or stream=<int handle>
 
-   Shapes and types are checked at each call by the generated host code (a wrong one is a ValueError that names the argument). A size that is
-   known only at run (a cache's number of blocks) is a `Sym("blocks")`; strides default to row-major. SCALAR parameters are passed as numbers.
+   Shapes and types are checked at each call by the generated host code (a wrong one is a ValueError that names the argument). A
+   size that is known only at run (a cache's number of blocks) is a `Sym("blocks")`; strides default to row-major. SCALAR
+   parameters are passed as numbers.
 
-3. `ops/<op>/__init__.py` has `specs() -> list[KernelSpec]`, and `ops/index.py` lists it: then it is compiled and order-checked in CI.
+3. `ops/<op>/__init__.py` has `specs() -> list[KernelSpec]`, and `ops/index.py` lists it: it is then compiled and checked in CI.
 
 Artefacts
 ---------
-An artefact is four files named `<kernel>-<hash>`: `.o` (host launcher with the cubin inside, loaded through TVM-FFI in a few milliseconds),
-`.ptx` and `.cubin` (for the order checker), `.json` (registers, spills, shared memory, parameters, versions). The hash covers the source of the
-entry's module and of everything it imports from `ops`, the config, the parameters, the architecture and the DSL's version. Compiling needs no GPU.
-They are looked for in `Store.folders` in order and written to the last one; `k3fast kernels compile --out DIR` fills such a folder to ship.
-A missing artefact is logged, counted in `compiled_here` and compiled once; inside a CUDA graph capture it raises.
+An artefact is four files named `<kernel>-<hash>`: `.o` (host launcher with the cubin inside, loaded through TVM-FFI in a few
+milliseconds), `.ptx` and `.cubin` (for the order checker), `.json` (registers, spills, shared memory, parameters, versions). The
+hash covers the source of the entry's module and of everything it imports from `ops`, the config, the parameters, the architecture
+and the DSL's version. Compiling needs no GPU. They are looked for in `Store.folders` in order and written to the last one;
+`k3fast kernels compile --out DIR` fills such a folder to ship. A missing artefact is logged, counted in `compiled_here` and
+compiled once; inside a CUDA graph capture it raises.
 """
 
 from __future__ import annotations
@@ -104,7 +107,10 @@ class Sym:
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter. `dtype`: a key of `DTYPES`. `strides` in elements, row-major by default. `align`: bytes the pointer is aligned to."""
+    """One kernel parameter. `dtype`: a key of `DTYPES`. `strides` in elements, row-major by default.
+
+    `align`: bytes the pointer is aligned to.
+    """
 
     name: str
     dtype: str
@@ -157,7 +163,7 @@ DTYPES = {
 }
 
 
-# -- identity ------------------------------------------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
@@ -165,7 +171,7 @@ def dsl_version() -> str:
     return importlib.metadata.version("nvidia-cutlass-dsl")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sources(path: Path, module: str) -> frozenset[Path]:
     """The file and every file of the `ops` room that it imports, transitively."""
     found = {path}
@@ -191,7 +197,7 @@ def _sources(path: Path, module: str) -> frozenset[Path]:
     return frozenset(found)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _source_digest(path: Path, module: str) -> str:
     digest = hashlib.sha256()
     for source in sorted(_sources(path, module), key=lambda p: p.name):
@@ -207,7 +213,7 @@ def content_hash(spec: KernelSpec, arch: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-# -- the store -----------------------------------------------------------------------------------------------------------------------------
+# -- the store -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -240,11 +246,11 @@ store = default_store()
 compiled_here: list[str] = []  # artefacts that this process had to compile: a serving process wants this empty
 
 
-# -- compiling -----------------------------------------------------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------------------------------------------------
 
 
 def _guarded(spec: KernelSpec) -> Callable[..., None]:
-    """The DSL's entry for a spec: one named argument per parameter and the stream, each tensor wrapped in the type of its access."""
+    """The DSL's entry for a spec: one named argument per parameter, then the stream; tensors wrapped in the type of their access."""
     from . import order
 
     wrap = {
@@ -336,7 +342,10 @@ def _resources(cubin: Path) -> dict[str, int]:
 
 
 def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
-    """Compile one kernel for one architecture and write its four files under `folder`. Returns the path of the `.o`. Needs no GPU."""
+    """Compile one kernel for one architecture and write its four files under `folder`. Returns the path of the `.o`.
+
+    Needs no GPU.
+    """
     import cutlass.cute as cute
 
     stem = f"{spec.name}-{content_hash(spec, arch)}"
@@ -387,7 +396,7 @@ def ensure(spec: KernelSpec, arch: str) -> Path:
     return folder
 
 
-# -- running -------------------------------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -401,12 +410,15 @@ class Compiled:
     _used_on: set[int] = field(default_factory=set, repr=False)
 
     def __call__(self, *args: Any, stream: int | None = None) -> None:
-        """Launch on `stream` (a CUDA stream handle), by default torch's current one. Raises if the first launch on a device is captured."""
+        """Launch on `stream` (a CUDA stream handle), by default torch's current one.
+
+        Raises if the first launch on a device is captured.
+        """
         device = torch.cuda.current_device()
         if device not in self._used_on:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"Kernel {self.spec.name}: expected one launch on device {device} before capture, found the first one inside it. "
+                    f"Kernel {self.spec.name}: expected a launch on device {device} before capture, found the first one inside it. "
                     "The first launch loads the code onto the device, which a capture forbids; run the step once eagerly first."
                 )
             self._used_on.add(device)

@@ -1,6 +1,7 @@
 """Every kernel of the project, in one list: what `k3fast kernels list|compile|verify` and CI go through.
 
-An op joins by a module here; its `specs()` returns the kernels of the shapes that are served and of the small shapes that tests run.
+An op joins by a module here; its `specs()` returns the kernels of the shapes that are served and of the small shapes that tests
+run.
 """
 
 from __future__ import annotations

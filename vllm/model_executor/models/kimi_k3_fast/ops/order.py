@@ -1,21 +1,21 @@
 """Who may read what, and when: the order of memory under programmatic dependent launch, as types of the trace.
 
-Under programmatic dependent launch (PDL) a kernel starts while the kernel before it still runs. Reading a weight then is the gain; reading an
-activation then is a race that shows up once in a million steps. So a kernel never receives a bare tensor. Each parameter arrives wrapped in
-the type of its access, and only that type's door opens:
+Under programmatic dependent launch (PDL) a kernel starts while the kernel before it still runs. Reading a weight then is the
+gain; reading an activation then is a race that shows up once in a million steps. So a kernel never receives a bare tensor. Each
+parameter arrives wrapped in the type of its access, and only that type's door opens:
 
     w.early()        `Static`: loaded weights and tables, never written while serving. May be read any time.
-    x.after(token)   `Dynamic`: activations, caches, states, mailboxes. Needs an `Ordered` token, which only `dependency_wait()` or an
-                     acquire of a mailbox hands out.
-    y.after(token)   `Output`: needs the token as well, because the previous kernel may still be reading the buffer that is written here.
+    x.after(token)   `Dynamic`: activations, caches, states, mailboxes. Needs an `Ordered` token, which only
+                     `dependency_wait()` or an acquire of a mailbox hands out.
+    y.after(token)   `Output`: needs the token as well: the previous kernel may still read the buffer that is written here.
 
-A wrong door is a TypeError while tracing, so it does not compile. What types cannot see, a wait that only some warps execute or a compiler
-that moves a load, is checked on PTX and SASS by `ops/verify.py`.
+A wrong door is a TypeError while tracing, so it does not compile. What types cannot see, a wait that only some warps execute or a
+compiler that moves a load, is checked on PTX and SASS by `ops/verify.py`.
 
 Two further rules of PDL, for the author of a kernel:
   - every thread that touches dynamic memory executes `dependency_wait()` itself: the wait orders the thread that executes it;
-  - every kernel executes the wait before it ends, even one with nothing to wait for: kernel n+1 waits for n only, and sees the writes of n-1
-    because n has waited for n-1.
+  - every kernel executes the wait before it ends, even one with nothing to wait for: kernel n+1 waits for n only, and sees the
+    writes of n-1 because n has waited for n-1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ import cutlass.cute as cute
 
 
 class Ordered:
-    """Proof that the earlier kernels' writes are visible to this thread. Made by `dependency_wait` and by acquires, by nothing else."""
+    """Proof that the earlier kernels' writes are visible to this thread.
+
+    Made by `dependency_wait` and by acquires, by nothing else.
+    """
 
     __slots__ = ("origin",)
     _key = object()
@@ -46,7 +49,7 @@ def dependency_wait() -> Ordered:
 def release_dependents() -> None:
     """Emit `griddepcontrol.launch_dependents`: the next kernel may start once every block has called this or ended.
 
-    It may then run up to its own `dependency_wait`, so early is safe, and early is good once this kernel's own loads are on their way.
+    It may then run up to its own `dependency_wait`, so early is safe, and good once this kernel's own loads are on their way.
     """
     cute.arch.griddepcontrol_launch_dependents()
 
