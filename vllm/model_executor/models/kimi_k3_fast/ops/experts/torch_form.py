@@ -1,0 +1,64 @@
+"""Routed MXFP4 experts in plain PyTorch: pairs grouped by expert, each chosen expert decoded once.
+
+MXFP4: byte b of a row holds the even column in bits 0-3, the odd one in bits 4-7; E2M1 values {0, .5, 1, 1.5, 2, 3, 4, 6}
+with the sign in bit 3; one E8M0 scale s for 32 columns: w = value * 2^(s - 127).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One layer's local experts, uint8: w13 [E, 2*I, L/2], gate rows first; s13 [E, 2*I, L/32]; w2 [E, L, I/2]; s2 [E, L,
+    I/32].
+    """
+
+    w13: torch.Tensor
+    s13: torch.Tensor
+    w2: torch.Tensor
+    s2: torch.Tensor
+
+
+def _pairs_table(dtype: torch.dtype) -> torch.Tensor:
+    """[256, 2] value table of a byte: even column, odd column."""
+    values = torch.tensor(E2M1)
+    byte = torch.arange(256)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(dtype)
+
+
+_TABLES = {dtype: _pairs_table(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+def decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """packed [N, K/2] uint8 and scales [N, K/32] uint8 -> [N, K] in `dtype`; exact in both, since 2^e times E2M1 fits."""
+    values = _TABLES[dtype][packed.int()].view(packed.shape[0], -1, GROUP)
+    factor = torch.exp2(scales.float() - 127.0).to(dtype)
+    return (values * factor.unsqueeze(-1)).view(packed.shape[0], -1)
+
+
+def run(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: Weights, activation: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """x [T, L], ids [T, k] int64, weights [T, k] fp32 -> [T, L] in x's dtype: sum_k weight_k w2_k act(w13_k x), in slot order.
+
+    A negative id is a padded row's: it contributes nothing.
+    """
+    tokens, top_k = ids.shape
+    flat = ids.flatten()
+    order = torch.argsort(flat, stable=True)
+    chosen, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    results = x.new_zeros(tokens * top_k, x.shape[1])
+    for expert, pairs in zip(chosen.tolist(), order.split(counts.tolist()), strict=True):
+        if expert < 0:
+            continue
+        hidden = activation(x[pairs // top_k] @ decode(w.w13[expert], w.s13[expert], x.dtype).T)
+        results[pairs] = hidden @ decode(w.w2[expert], w.s2[expert], x.dtype).T
+    return torch.einsum("tkl,tk->tl", results.view(tokens, top_k, -1).float(), weights).to(x.dtype)
