@@ -2,9 +2,9 @@
 
 How an op uses it
 -----------------
-1. Device half, `ops/<op>/cute.py`: a kernel and its entry. The entry is plain Python that runs while the kernel is traced. It gets
-   the config, each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel, whose tensor
-   arguments are the entry's, in the same order (the order checker relies on that to know which kernel parameter is which tensor):
+1. Device half, `ops/<op>/cute.py`: a kernel and its entry. The entry is plain Python that runs while the kernel is traced. It
+   gets the config, each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel, whose
+   tensor arguments are the entry's, in the same order: so the order checker knows which kernel parameter is which tensor.
 
        @cute.kernel
        def _scale(w: Static, x: Dynamic, y: Output, columns: cutlass.Constexpr):
@@ -250,7 +250,7 @@ compiled_here: list[str] = []  # artefacts that this process had to compile: a s
 
 
 def _guarded(spec: KernelSpec) -> Callable[..., None]:
-    """The DSL's entry for a spec: one named argument per parameter, then the stream; tensors wrapped in the type of their access."""
+    """The DSL's entry for a spec: one named argument per parameter, then the stream; tensors arrive in their access type."""
     from . import order
 
     wrap = {
@@ -418,7 +418,7 @@ class Compiled:
         if device not in self._used_on:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"Kernel {self.spec.name}: expected a launch on device {device} before capture, found the first one inside it. "
+                    f"Kernel {self.spec.name}: expected a launch on device {device} before capture, found none. "
                     "The first launch loads the code onto the device, which a capture forbids; run the step once eagerly first."
                 )
             self._used_on.add(device)
