@@ -147,11 +147,124 @@ class Reason(enum.Enum):
         "The step holds prompt tokens (prefill or a mixed batch); the fast path serves decode-only steps.",
         "Nothing: prompts always run on the standard path.",
     )
+    STEP_UNBOUND = Explained(
+        "step_unbound",
+        Level.STEP,
+        "A profiling or dummy step: no caches are bound, or the step has no requests.",
+        "Nothing: the server runs such steps only at start.",
+    )
+    STEP_WIDTH = Explained(
+        "step_width",
+        Level.STEP,
+        "Requests of the step decode more than one token each, or unequal numbers of tokens.",
+        "Nothing: verify steps are not planned yet.",
+    )
+    STALE_BINDING = Explained(
+        "stale_binding",
+        Level.STEP,
+        "The caches were bound again after the fast path's views were made.",
+        "Restart the server if it lasts: views are remade at each binding.",
+    )
     STEP_TOO_MANY_TOKENS = Explained(
         "step_too_many_tokens",
         Level.STEP,
         "The step decodes more tokens than the fast path was planned for.",
         "Lower `--max-num-seqs`, or accept the standard path at this batch size.",
+    )
+
+    PLAN_QUARANTINED = Explained(
+        "plan_quarantined",
+        Level.STEP,
+        "This plan key was retired after a violation; its steps run on the standard path.",
+        "Read the violation in the report; replay the saved step with `k3fast replay-step FILE`; restart to clear.",
+    )
+
+    # -- patches ---------------------------------------------
+    PATCH_DRIFT = Explained(
+        "patch_drift",
+        Level.DEPLOYMENT,
+        "A file of vLLM that the fork patches in memory differs from the release the patch was written for.",
+        "Install the unmodified release; the detail names the file, the hash expected and the hash found.",
+    )
+    PATCH_FAILED = Explained(
+        "patch_failed",
+        Level.DEPLOYMENT,
+        "A patch could not be applied in this process.",
+        "Read the detail; `k3fast patches` shows the state of every process.",
+    )
+
+    # -- violations ------------------------------------------
+    PATCH_NOT_RUN = Explained(
+        "patch_not_run",
+        Level.VIOLATION,
+        "A patch is installed but its lines did not run in steps where they must.",
+        "Another extension replaces the patched function; remove it, or run with mode `off`.",
+    )
+    STEP_UNRECORDED = Explained(
+        "step_unrecorded",
+        Level.VIOLATION,
+        "A dispatched step ended without saying which path it took: a fallback that nobody would have seen.",
+        "Report it with the event file; the step's results came from the model as usual.",
+    )
+    GRAPH_UNPLANNED = Explained(
+        "graph_unplanned",
+        Level.VIOLATION,
+        "A CUDA graph was replayed for which no plan was recorded at capture.",
+        "Report it with the event file; `--enforce-eager` avoids graphs meanwhile.",
+    )
+    QUARANTINE_BYPASSED = Explained(
+        "quarantine_bypassed",
+        Level.VIOLATION,
+        "A retired plan ran again, since it is baked into a CUDA graph that was captured before.",
+        "Restart the server; the saved step shows what went wrong first.",
+    )
+    RANKS_DISAGREE = Explained(
+        "ranks_disagree",
+        Level.VIOLATION,
+        "Ranks of one deployment decided differently about a step.",
+        "Compare the ranks' settings and versions (`k3fast doctor` on each node); the detail names the first differing step.",
+    )
+    WRITE_OUTSIDE = Explained(
+        "write_outside",
+        Level.VIOLATION,
+        "A step changed state outside its declared write-set.",
+        "Stop using the plan key (quarantine does); the detail names layer, slot and the request that owns it.",
+    )
+    NULL_BLOCK_WRITTEN = Explained(
+        "null_block_written",
+        Level.VIOLATION,
+        "Block 0, which stands for no block at all, was written or handed out.",
+        "As for write_outside: other requests may have read it.",
+    )
+    PADDED_ROW_WROTE = Explained(
+        "padded_row_wrote",
+        Level.VIOLATION,
+        "A row that only pads the batch to its graph's size wrote state.",
+        "As for write_outside.",
+    )
+    SLOT_NOT_OWNED = Explained(
+        "slot_not_owned",
+        Level.VIOLATION,
+        "A step declared a write to a slot that its request does not own, or no longer owns.",
+        "As for write_outside; the detail names the slot, the request and the owner.",
+    )
+    SHADOW_LOGITS = Explained(
+        "shadow_logits",
+        Level.VIOLATION,
+        "A sampled fast step gave other logits than the standard path, by more than the dtype's own error.",
+        "Replay the saved step with `k3fast replay-step FILE`.",
+    )
+    SHADOW_STATE = Explained(
+        "shadow_state",
+        Level.VIOLATION,
+        "A sampled fast step left other state than the standard path, by more than the dtype's own error.",
+        "Replay the saved step with `k3fast replay-step FILE`.",
+    )
+    NON_FINITE = Explained(
+        "non_finite",
+        Level.VIOLATION,
+        "A request's logits were NaN, or held no finite value to sample from; the request was ended with an error.",
+        "Look at the request's prompt and at the weights; if it follows one plan key, run the shadow check.",
     )
 
     # -- kernels (op plans) ----------------------------------------

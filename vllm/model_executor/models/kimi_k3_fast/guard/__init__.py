@@ -1,0 +1,51 @@
+"""The guard: when the fast path ran, what it changed, and when it stepped aside. `current()` is this process' guard."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .core import Guard, graph_name
+from .policy import GuardStop, Policy
+from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
+
+_guard: Guard | None = None
+
+
+def current() -> Guard:
+    """This process' guard, made with default settings when first asked for."""
+    global _guard
+    if _guard is None:
+        _guard = Guard()
+    return _guard
+
+
+def _forget() -> None:
+    """A forked child has its own steps and no writer thread: it starts a guard of its own."""
+    global _guard
+    _guard = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def configure(settings: Any, rank: str | None = None) -> Guard:
+    """Give this process' guard the fork's settings (and the name of its rank, for the report and the event file)."""
+    current().configure(settings, rank)
+    return current()
+
+
+__all__ = [
+    "BatchFacts",
+    "GraphKey",
+    "Guard",
+    "GuardStop",
+    "Mutation",
+    "Path",
+    "Policy",
+    "StateView",
+    "WriteSet",
+    "configure",
+    "current",
+    "graph_name",
+]

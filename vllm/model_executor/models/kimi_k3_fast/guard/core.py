@@ -1,0 +1,335 @@
+"""`Guard`: what one process knows about the steps it ran, why, and what went wrong.
+
+The hot calls (`open_step`, `close_step`) only count; everything else (totals, events, log lines) happens when the counts are
+flushed, once a second or when somebody asks. Captured CUDA graphs run no Python: `planned` remembers what was decided at
+capture, and a dispatched descriptor of that graph closes its own record.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..reasons import Reason, Refusal
+from .agreement import Agreement
+from .events import EventLog
+from .policy import GuardStop, Policy
+from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
+from .totals import SCHEMA, Totals
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 1.0
+DETAILED_VIOLATIONS = 100  # of one reason; later ones are only counted
+ROWS = 4096  # distinct kinds of step between two flushes
+
+
+class Guard:
+    """One per process. All methods are called from the process' model thread, except that `report` may come from another one
+    between steps."""
+
+    def __init__(self, policy: Policy | None = None, rank: str = "rank0", clock: Callable[[], float] = time.time) -> None:
+        self.policy = policy or Policy()
+        self.rank = rank
+        self.step = 0  # steps opened
+        self.agreement = Agreement()
+        self._clock = clock
+        self._totals = Totals()
+        self._pending: dict[tuple, list[int]] = {}
+        self._details: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._peaks: dict[str, float] = {}
+        self._more: dict[str, int] = {}
+        self._signatures: dict[tuple, int] = {}
+        self._open: BatchFacts | None = None
+        self._plans: dict[GraphKey, tuple[str | None, tuple[Refusal, ...]]] = {}
+        self._quarantine: set[str] = set()
+        self._failing: dict[str, Reason] = {}
+        self._opens_expected = False
+        self._next_flush = 0.0
+        self._next_summary = 0.0
+        self._summed: tuple[int, int, int] = (0, 0, 0)
+        self.events = self._event_log()
+        self._started()
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def configure(self, settings: Any, rank: str | None = None) -> None:
+        """Replace the policy with the fork's settings (or a `Policy`); a new event path starts a new event file."""
+        policy = settings if isinstance(settings, Policy) else Policy.of(settings)
+        renewed = (policy.events_path, rank or self.rank) != (self.policy.events_path, self.rank)
+        self.policy, self.rank = policy, rank or self.rank
+        if renewed:
+            self.events.close()
+            self.events = self._event_log()
+            for event in self._backlog():
+                self.events.write(event)
+
+    def _event_log(self) -> EventLog:
+        return EventLog(self.policy.events_path, self.rank, self.policy.events_max_bytes, self.policy.events_keep)
+
+    def _started(self) -> None:
+        self._emit("start", schema=SCHEMA, rank=self.rank, pid=os.getpid(), policy=self.policy.as_dict())
+
+    def _backlog(self) -> list[dict[str, Any]]:
+        """What a file that begins now must hold so that it adds up: the start, and everything counted so far."""
+        self._totals.start |= {"rank": self.rank, "policy": self.policy.as_dict()}
+        return [{"kind": "carry", "t": self._clock(), "totals": self._totals.carry()}]
+
+    def deployment(self, refusals: Sequence[Refusal], facts: Mapping[str, str], mutations: Sequence[Mutation] = ()) -> None:
+        """The verdict on the deployment, with every reason; one log line."""
+        self._emit(
+            "deployment",
+            selected=not refusals,
+            refusals=[{"reason": r.reason.code, "detail": r.detail} for r in refusals],
+            facts=dict(facts),
+            mutations=[{"name": m.name, "before": m.before, "after": m.after, "why": m.why} for m in mutations],
+        )
+        changed = ", ".join(f"{m.name} {m.before} -> {m.after}" for m in mutations) or "nothing"
+        if refusals:
+            logger.warning("Kimi K3 fast path refused: %s. Settings changed: %s.", "; ".join(map(str, refusals)), changed)
+        else:
+            logger.info("Kimi K3 fast path selected (mode %s). Settings changed: %s.", self.policy.mode, changed)
+
+    def expect_opens(self) -> None:
+        """Say that the patched runner opens every step: from now on an unopened forward is a warm-up, not a step."""
+        self._opens_expected = True
+
+    def bind_ranks(self, rank: int, world: int, all_gather: Callable[[list[int]], list[list[int]]]) -> None:
+        """Compare decisions over `all_gather` (a host-side collective of equally long lists of integers) from now on."""
+        self.agreement = Agreement(rank, world, all_gather)
+
+    # -- capture ---------------------------------------------------------------------------------------------------
+
+    def planned(self, graph: GraphKey, decided: str | Sequence[Refusal]) -> None:
+        """Remember what was decided while `graph` was captured: a plan key, or the refusals."""
+        plan_key, refusals = (decided, ()) if isinstance(decided, str) else (None, tuple(decided))
+        self._plans[GraphKey(*graph)] = (plan_key, refusals)
+        self._emit("planned", graph=graph_name(graph), plan_key=plan_key, reasons=[r.reason.code for r in refusals])
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def open_step(self, facts: BatchFacts) -> None:
+        """A batch was dispatched. A replayed graph closes its own record."""
+        if self._open is not None:
+            self._unclosed(self._open)
+        self.step += 1
+        self._open = facts
+        if self.agreement.world > 1 and self.policy.agree_every and self.step % self.policy.agree_every == 0:
+            self.agree()
+        if facts.mode != "full":
+            return
+        plan = self._plans.get(facts.graph_key)
+        if plan is None:
+            self._open = None
+            self.violation(Reason.GRAPH_UNPLANNED, {"graph": graph_name(facts.graph_key)}, "replayed without a recorded plan")
+            return
+        plan_key, refusals = plan
+        width = facts.num_tokens // max(facts.num_reqs, 1)
+        path = Path.STANDARD if plan_key is None else Path.FAST
+        decode = facts.decode_tokens if facts.decode_tokens >= 0 else facts.num_tokens * facts.uniform
+        self.close_step(path, refusals, plan_key, facts.num_reqs, facts.num_tokens, decode, width - 1 if facts.uniform else 0)
+        if plan_key in self._quarantine:
+            self.violation(Reason.QUARANTINE_BYPASSED, {"graph": graph_name(facts.graph_key), "plan_key": plan_key}, "replayed")
+
+    def close_step(
+        self,
+        path: Path,
+        refusals: tuple[Refusal, ...],
+        plan_key: str | None,
+        requests: int,
+        tokens: int,
+        decode_tokens: int,
+        spec_width: int,
+        write_set: WriteSet | None = None,
+    ) -> None:
+        """A step was computed on `path`. `refusals` are all reasons for the standard path; `plan_key` names the plan taken, or
+        the one that was refused; counts are real rows (no padding)."""
+        facts, self._open = self._open, None
+        if facts is None:
+            if self._opens_expected:
+                self._counts["unscheduled_forwards"] = self._counts.get("unscheduled_forwards", 0) + 1
+                return
+            self.step += 1
+        kind = (path, plan_key, facts.mode if facts else "none", spec_width, refusals)
+        counts = self._pending.get(kind)
+        if counts is None:
+            counts = self._new_kind(kind)
+        counts[0] += 1
+        counts[1] += requests
+        counts[2] += tokens
+        counts[3] += decode_tokens
+        if facts is not None:
+            counts[4] += facts.padded_tokens - facts.num_tokens
+        self.agreement.add(self.step, self._signatures[kind] + tokens * 0x9E3779B1 + requests)
+        if path is Path.STANDARD and decode_tokens == tokens and self.policy.mode == "require":
+            self._require(refusals, facts)
+        now = time.monotonic()
+        if now >= self._next_flush:
+            self.flush()
+
+    def _new_kind(self, kind: tuple) -> list[int]:
+        if len(self._pending) >= ROWS:
+            self.flush()
+        path, plan_key, mode, width, refusals = kind
+        if len(self._signatures) >= ROWS:
+            self._signatures.clear()
+        codes = tuple(sorted({r.reason.code for r in refusals}))
+        self._signatures[kind] = zlib.crc32(repr((path.value, plan_key, mode, width, codes)).encode())
+        self._details.update({r.reason.code: r.detail for r in refusals if r.detail})
+        return self._pending.setdefault(kind, [0] * 5)
+
+    def _unclosed(self, facts: BatchFacts) -> None:
+        self._open = None
+        where = {"mode": facts.mode, "tokens": facts.num_tokens}
+        self.violation(Reason.STEP_UNRECORDED, where, "a dispatched step ended without saying which path it took")
+
+    def abandon_step(self) -> None:
+        """Forget the open record: the forward raised, so the step has no path."""
+        self._open = None
+
+    def _require(self, refusals: Sequence[Refusal], facts: BatchFacts | None) -> None:
+        refused = [r for r in refusals if r.reason.code not in self.policy.allow]
+        if not refused and refusals:
+            return
+        self.count("require_failed_steps")
+        reason = refused[0].reason if refused else Reason.STEP_UNRECORDED
+        for request in facts.request_ids if facts else ():
+            self._failing[request] = reason
+
+    def fail_request(self, request_id: str, reason: Reason) -> None:
+        """End this request with an error when its step's output is handed over."""
+        self._failing[request_id] = reason
+
+    def take_failing(self) -> dict[str, Reason]:
+        """Requests to end with an error, and why; each is handed out once."""
+        failing, self._failing = self._failing, {}
+        return failing
+
+    # -- violations ------------------------------------------------------------------------------------------------
+
+    def violation(self, reason: Reason, where: Mapping[str, Any], detail: str = "") -> None:
+        """Something that must never happen was observed. `where` names what is known of plan_key, layer, slot, request."""
+        where = {"step": self.step, **where}
+        seen = self._totals.violations.get(reason.code, 0) + self._more.get(reason.code, 0)
+        if seen < DETAILED_VIOLATIONS:
+            self._emit("violation", reason=reason.code, where={k: _plain(v) for k, v in where.items()}, detail=detail)
+            logger.error("Kimi K3 guard: %s (%s) at %s", reason.code, detail or reason.meaning, dict(where))
+        else:
+            self._more[reason.code] = self._more.get(reason.code, 0) + 1
+        if self.policy.policy == "stop":
+            self.flush()
+            self.events.drain(1.0)
+            raise GuardStop(f"{reason.code}: {detail or reason.meaning} at {dict(where)}; policy `stop` ends the engine")
+        if self.policy.policy == "quarantine" and where.get("plan_key"):
+            self.quarantine(str(where["plan_key"]), reason)
+
+    def quarantine(self, plan_key: str, reason: Reason) -> None:
+        """Retire `plan_key`. With several ranks it takes effect at their next comparison, on all at the same step."""
+        if self.agreement.world > 1:
+            self.agreement.propose(plan_key, reason.code)
+        else:
+            self._retire(plan_key, reason.code)
+
+    def _retire(self, plan_key: str, code: str) -> None:
+        if plan_key not in self._quarantine:
+            self._quarantine.add(plan_key)
+            self._emit("quarantine", plan_key=plan_key, reason=code)
+            logger.error("Kimi K3 guard: plan %s runs on the standard path from now on (%s)", plan_key, code)
+
+    def quarantined(self, plan_key: str) -> bool:
+        return plan_key in self._quarantine
+
+    def agree(self) -> None:
+        """Compare the ranks' decisions and take over their quarantines. A collective: every rank calls it at the same step."""
+        difference, retired = self.agreement.compare(self.step)
+        self.count("agreement_checks")
+        for plan_key, code in retired:
+            self._retire(plan_key, code)
+        if difference is not None:
+            where = {"first_step": difference.first_step, "exact": difference.exact, "ranks": difference.ranks}
+            self.violation(Reason.RANKS_DISAGREE, where, difference.describe())
+
+    # -- counting and reporting ------------------------------------------------------------------------------------
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a named counter of the report."""
+        self._counts[name] = self._counts.get(name, 0) + by
+
+    def peak(self, name: str, value: float) -> None:
+        """Keep the largest value seen under `name`."""
+        self._peaks[name] = max(self._peaks.get(name, value), value)
+
+    def patches(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Patch states of this process that changed: installed, refused, has run."""
+        self._emit("patches", patches={name: dict(state) for name, state in states.items()})
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        event = {"kind": kind, "t": self._clock(), **fields}
+        self._totals.apply(event)
+        self.events.write(event)
+
+    def flush(self) -> None:
+        """Move what was counted into the totals and the event file."""
+        now = time.monotonic()
+        self._next_flush = now + FLUSH_SECONDS
+        if self._pending:
+            rows = [
+                [path.value, key, mode, width, sorted({r.reason.code for r in refusals}), *counts]
+                for (path, key, mode, width, refusals), counts in self._pending.items()
+            ]
+            details, self._details = self._details, {}
+            self._pending = {}
+            self._emit("steps", rows=rows, details=details, last_step=self.step)
+        if self._counts or self._peaks:
+            added, self._counts = self._counts, {}
+            peaks, self._peaks = self._peaks, {}
+            self._emit("counters", add=added, max=peaks)
+        for code, count in self._more.items():
+            self._emit("violation", reason=code, count=count)
+        self._more = {}
+        if self.policy.summary_seconds and now >= self._next_summary:
+            self._summary()
+            self._next_summary = now + self.policy.summary_seconds
+
+    def _summary(self) -> None:
+        report = self._totals.report()
+        fast, standard = report["steps"]["fast"]["steps"], report["steps"]["standard"]["steps"]
+        violations = sum(report["violations"]["by_reason"].values())
+        if (fast, standard, violations) == self._summed or not fast + standard:
+            return
+        self._summed = (fast, standard, violations)
+        reasons = ", ".join(f"{code} {n}" for code, n in sorted(report["steps"]["by_reason"].items())) or "none"
+        logger.info(
+            "Kimi K3: %d of %d steps fast (%.1f %%); standard because of: %s; violations: %d; quarantined plans: %d",
+            fast,
+            fast + standard,
+            100.0 * fast / (fast + standard),
+            reasons,
+            violations,
+            len(report["quarantined"]),
+        )
+
+    def report(self) -> dict[str, Any]:
+        """This rank's report: JSON types only, schema version under `schema`. See docs/guard.md for the fields."""
+        self.flush()
+        report = self._totals.report()
+        report["decisions"] = self.agreement.state()
+        report["events"] = self.events.state()
+        return report
+
+
+def graph_name(graph: GraphKey | tuple) -> str:
+    mode, tokens, requests, uniform = graph
+    return f"{mode}/t{tokens}/r{requests}{'/uniform' if uniform else ''}"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | list | dict | None) else str(value)
+
+
+__all__ = ["BatchFacts", "Guard", "StateView", "graph_name"]
