@@ -55,10 +55,16 @@ class Agreement:
         self._proposals[plan_key] = code
 
     def compare(self, step: int) -> tuple[Difference | None, list[tuple[str, str]]]:
-        """Collective. Returns the difference (only the first one is reported) and the plan keys to retire, alike on
-        all ranks.""" assert self._all_gather is not None mine = [self.step, self.hash, len(self._proposals)] everyone
-        = self._all_gather(mine) retired = self._exchange() if any(theirs[2] for theirs in everyone) else [] heads =
-        [theirs[:2] for theirs in everyone] if all(head == heads[0] for head in heads):
+        """Compare. A collective: every rank calls it at the same step.
+
+        Returns the difference, only the first time it is seen, and the plan keys to retire, alike on all ranks.
+        """
+        assert self._all_gather is not None
+        mine = [self.step, self.hash, len(self._proposals)]
+        everyone = self._all_gather(mine)
+        retired = self._exchange() if any(theirs[2] for theirs in everyone) else []
+        heads = [theirs[:2] for theirs in everyone]
+        if all(head == heads[0] for head in heads):
             self.checked_step = step
             return None, retired
         difference = self._first_difference()  # every rank saw the same heads, so every rank enters this collective
