@@ -49,6 +49,12 @@ class Reason(enum.Enum):
         "Nothing: other models are served by stock vLLM, untouched.",
     )
 
+    MODEL_FEATURES = Explained(
+        "model_features",
+        Level.DEPLOYMENT,
+        "The model is of the family but without features of Kimi K3 that the fast path is built on.",
+        "Nothing: Kimi-Linear models run on the standard path.",
+    )
     UNVALIDATED = Explained(
         "unvalidated",
         Level.DEPLOYMENT,

@@ -40,6 +40,7 @@ class Deployment:
     cudagraph: str = "none"  # vLLM's cudagraph_mode of decode steps, lower case
     attention_heads: int = 0
     kda_heads: int = 0
+    features: tuple[str, ...] = ()  # of the model's configuration, those that the fast path does not plan
 
     def facts(self) -> dict[str, str]:
         """Name and printed value of every fact, for the report and `k3fast doctor`."""
@@ -88,4 +89,20 @@ def read(vllm_config: Any) -> Deployment:
         cudagraph=str(vllm_config.compilation_config.cudagraph_mode).rpartition(".")[2].lower(),
         attention_heads=int(getattr(text, "num_attention_heads", 0) or 0),
         kda_heads=int(linear.get("num_heads", 0) or 0),
+        features=_features_not_planned(text, linear, bool(quantization)),
     )
+
+
+def _features_not_planned(text: Any, linear: Any, quantized: bool) -> tuple[str, ...]:
+    """What a configuration of the family asks for beyond Kimi K3's own features (Kimi-Linear asks for all of these)."""
+    wanted = {
+        "no AttnRes": not getattr(text, "attn_res_block_size", None),
+        "no latent MoE": not getattr(text, "routed_expert_hidden_size", None),
+        "experts not in MXFP4": not quantized,
+        "full-rank query": not getattr(text, "q_lora_rank", None),
+        "no MLA output gate": not getattr(text, "mla_use_output_gate", False),
+        "low-rank KDA gate": not linear.get("use_full_rank_gate", False),
+        "unbounded KDA decay": linear.get("gate_lower_bound") is None,
+        "activation other than situ": getattr(text, "hidden_act", None) != "situ",
+    }
+    return tuple(name for name, found in wanted.items() if found)

@@ -44,6 +44,13 @@ def architecture(d: Deployment, _: Settings) -> Refusal | None:
 
 
 @rule
+def model_features(d: Deployment, _: Settings) -> Refusal | None:
+    if not d.features:
+        return None
+    return Refusal(Reason.MODEL_FEATURES, f"expected Kimi K3's features, found {', '.join(d.features)}")
+
+
+@rule
 def device(d: Deployment, settings: Settings) -> Refusal | None:
     if d.device_arch in RUN_ON:
         return None

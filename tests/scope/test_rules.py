@@ -1,0 +1,68 @@
+"""Every rule refuses what it names, alone; all rules are asked; what is in scope is not refused."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from vllm.model_executor.models.kimi_k3_fast.reasons import Level, Reason
+from vllm.model_executor.models.kimi_k3_fast.scope import Deployment, refusals, rules
+from vllm.model_executor.models.kimi_k3_fast.settings import Settings
+
+PLAIN = Deployment(attention_heads=8, kda_heads=8)
+REFUSED = [
+    ({"architecture": "LlamaForCausalLM"}, Reason.MODEL_NOT_K3),
+    ({"device_arch": "sm_90a"}, Reason.UNVALIDATED),
+    ({"device_arch": "sm_80a"}, Reason.OP_ARCH),
+    ({"dtype": "float16"}, Reason.DTYPE),
+    ({"kv_cache_dtype": "fp8"}, Reason.CACHE_DTYPE),
+    ({"tensor_parallel": 3}, Reason.OP_SHAPE),
+    ({"pipeline_parallel": 2}, Reason.PIPELINE_PARALLEL),
+    ({"data_parallel": 2}, Reason.DATA_PARALLEL),
+    ({"prefill_context_parallel": 2}, Reason.CONTEXT_PARALLEL),
+    ({"decode_context_parallel": 2}, Reason.CONTEXT_PARALLEL),
+    ({"expert_parallel": True}, Reason.EXPERT_PARALLEL),
+    ({"eplb": True}, Reason.EPLB),
+    ({"dbo": True}, Reason.DBO),
+    ({"lora": True}, Reason.LORA),
+    ({"speculation": "ngram"}, Reason.SPECULATION),
+    ({"kv_connector": "NixlConnector"}, Reason.KV_CONNECTOR),
+    ({"sleep_mode": True}, Reason.SLEEP_MODE),
+    ({"prompt_embeds": True}, Reason.PROMPT_EMBEDS),
+    ({"replay_ssm": True}, Reason.REPLAY_SSM),
+    ({"features": ("no AttnRes",)}, Reason.MODEL_FEATURES),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
+def test_in_scope(dtype, tensor_parallel):
+    assert refusals(dataclasses.replace(PLAIN, dtype=dtype, tensor_parallel=tensor_parallel), Settings()) == ()
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=lambda v: v.code if isinstance(v, Reason) else "")
+def test_each_rule_refuses_alone_and_says_what_it_found(change, reason):
+    found = refusals(dataclasses.replace(PLAIN, **change), Settings())
+    assert [r.reason for r in found] == [reason]
+    value = next(iter(change.values()))
+    assert value is True or str(value[0] if isinstance(value, tuple) else value) in found[0].detail
+
+
+def test_all_reasons_are_given_at_once():
+    changes = {k: v for change, _ in REFUSED for k, v in change.items()}
+    found = {r.reason for r in refusals(dataclasses.replace(PLAIN, **changes), Settings(mode="off"))}
+    assert found == {reason for _, reason in REFUSED} - {Reason.UNVALIDATED} | {Reason.MODE_OFF}
+
+
+def test_unvalidated_hardware_needs_the_operator_to_say_so():
+    hopper = dataclasses.replace(PLAIN, device_arch="sm_90a")
+    assert refusals(hopper, Settings(allow_unvalidated=True)) == ()
+    assert refusals(dataclasses.replace(PLAIN, device_arch="sm_80a"), Settings(allow_unvalidated=True)) != ()
+
+
+def test_every_deployment_reason_has_a_rule():
+    covered = {reason for _, reason in REFUSED} | {Reason.MODE_OFF}
+    elsewhere = {Reason.BASE_VERSION}
+    source = Path(rules.__file__).read_text(encoding="utf-8")
+    named = {r for r in Reason if r.level is Level.DEPLOYMENT and r.name in source}
+    assert named - elsewhere == covered - elsewhere
