@@ -36,6 +36,9 @@ How an op uses it
    size that is known only at run (a cache's number of blocks) is a `Sym("blocks")`; strides default to row-major. SCALAR
    parameters are passed as numbers.
 
+   A weight load that shall be in flight before the wait must not be `ld.global.nc` (`LDG.CONSTANT`): the assembler moves such a
+   load behind the wait. Use `device/vectors.py: load_words_streaming`, a plain load, `cp.async` or a bulk copy.
+
 3. `ops/<op>/__init__.py` has `specs() -> list[KernelSpec]`, and `ops/index.py` lists it: it is then compiled and checked in CI.
 
 Artefacts

@@ -24,9 +24,13 @@ def load_words(pointer: Any) -> Words:
 
 
 def load_words_streaming(pointer: Any) -> Words:
-    """16 bytes that are read once: kept out of L1, first to leave L2, and fetched with the neighbouring 256 bytes."""
+    """16 bytes that are read once: kept out of L1 and fetched with the 256 bytes around them.
+
+    Not `ld.global.nc`: the assembler moves a non-coherent load across `griddepcontrol.wait`, and so undoes a weight stream that was to start
+    before it (seen on sm_90a). A plain load stays where it was written.
+    """
     return cute.arch.inline_ptx(
-        "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "ld.global.L1::no_allocate.L2::256B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
         read_only_args=[pointer],
     )
