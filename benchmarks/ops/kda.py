@@ -1,0 +1,116 @@
+"""KDA decode on a TP8 and a TP16 slice: every tactic beside stock's native kernel, which wants f_b as a launch of its own before it.
+
+Bytes: state read and written, conv window, f_b, the row of the in-projection and the output. States and weights are cold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.timing import Case, arguments, copies_for, main
+from vllm.model_executor.models.kimi_k3_fast.ops import build, kda
+
+D = kda.D
+
+
+def moved(config: kda.Config) -> int:
+    width = config.heads * D
+    state = config.tokens * config.heads * D * D * 4 + config.requests * config.heads * D * D * 4
+    conv = (2 * 3 + config.queries - 1) * 3 * width * 2 * config.requests
+    static = width * D * 2 + 3 * width * 16 + width * 4
+    return state + conv + static + config.tokens * (config.columns + width) * 2
+
+
+def tensors(config: kda.Config, copies: int) -> list[dict[str, torch.Tensor]]:
+    """Sets that share one pool of state slots but no slot, and no weight."""
+    h, width, per_row = config.heads, config.heads * D, 1 + config.drafts
+    slots_needed = config.requests * per_row
+    state = torch.randn(1 + copies * slots_needed, h, D, D, device="cuda")
+    conv = torch.randn(1 + copies * slots_needed, 2 + per_row, 3 * width, device="cuda").bfloat16()
+    sets = []
+    for i in range(copies):
+        made = {
+            "x": torch.randn(config.tokens, config.columns, device="cuda").bfloat16(),
+            "conv_weight": torch.randn(3 * width, 4, device="cuda"),
+            "f_b": (torch.randn(width, D, device="cuda") * D**-0.5).bfloat16(),
+            "a_log": torch.rand(h, device="cuda"),
+            "dt_bias": torch.randn(width, device="cuda"),
+            "norm_weight": torch.ones(D, device="cuda").bfloat16(),
+            "slots": (1 + i * slots_needed + torch.arange(slots_needed, device="cuda")).view(-1, per_row).int(),
+            "conv_state": conv,
+            "state": state,
+            "y": torch.empty(config.tokens, width, device="cuda").bfloat16(),
+        }
+        if config.drafts:
+            made["accepted"] = torch.ones(config.requests, dtype=torch.int32, device="cuda")
+            made["starts"] = torch.arange(0, config.tokens + 1, config.queries, device="cuda").int()
+        sets.append(made)
+    return sets
+
+
+def stock(config: kda.Config, sets: list[dict[str, torch.Tensor]]) -> dict[str, Callable[[int], object]]:
+    """vLLM's fused decode after its f_b projection, where vLLM is installed and covers the shape."""
+    try:
+        from vllm import _custom_ops as ops
+
+        torch.ops._C.fused_kda_decode  # noqa: B018  (raises where this build has none)
+    except (ImportError, AttributeError):
+        return {}
+    if config.heads not in (12, 24, 48, 96) or config.drafts:
+        return {}
+    h, width = config.heads, config.heads * D
+
+    def run(i: int) -> None:
+        s = sets[i]
+        x = s["x"]
+        raw_g = torch.nn.functional.linear(x[:, 4 * width : 4 * width + D], s["f_b"]).view(1, -1, h, D)
+        ops.fused_kda_decode(
+            x=x[:, : 3 * width],
+            weight=s["conv_weight"],
+            bias=None,
+            conv_state=s["conv_state"].transpose(1, 2),
+            raw_g=raw_g,
+            raw_beta=x[:, 4 * width + D : 4 * width + D + h].unsqueeze(0),
+            A_log=s["a_log"],
+            dt_bias=s["dt_bias"],
+            state_indices=s["slots"][:, 0],
+            state=s["state"],
+            out=s["y"].view(1, -1, h, D),
+            lower_bound=config.lower_bound,
+            output_gate=x[:, 3 * width : 4 * width].view(-1, h, D),
+            norm_weight=s["norm_weight"],
+            norm_eps=config.norm_eps,
+        )
+
+    return {"stock f_b + fused_kda_decode": run}
+
+
+def cases(every_tactic: bool) -> Iterator[Case]:
+    plain = [(h, t, 1, kda.Config(h, t, kda.columns(h))) for h in (12, 6) for t in (1, 2, 4, 8, 16, 32, 64)]
+    verify = [(12, r, q, kda.Config(12, r, kda.columns(12), queries=q, drafts=q - 1)) for r, q in ((1, 4), (1, 8), (8, 4))]
+    arch = build.device_arch()
+    for heads, requests, queries, config in (*plain, *verify):
+        copies = copies_for(moved(config))
+        sets = tensors(config, copies)
+        variants = dict(stock(config, sets))
+        chosen = kda.tactics(config) if every_tactic else [kda.default_tactic(config)]
+        for tactic in chosen:
+            plan = kda.plan(config, arch, tactic)
+            name = f"split{tactic.split} threads{tactic.threads} groups{tactic.row_groups}"
+            variants[name] = lambda i, plan=plan, sets=sets: kda.run(plan, **sets[i])
+        label = {"slice": f"TP{96 // heads}", "requests": requests, "queries": queries}
+        baseline = next((name for name in variants if name.startswith("stock")), None)
+        yield Case(label, moved(config), variants, copies, baseline)
+
+
+if __name__ == "__main__":
+    parser = arguments("kda")
+    parser.add_argument("--every-tactic", action="store_true", help="compare all tactics, not only the default one")
+    options = parser.parse_args()
+    main("kda", cases(options.every_tactic), options)

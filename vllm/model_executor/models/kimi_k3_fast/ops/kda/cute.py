@@ -1,0 +1,372 @@
+"""The KDA decode kernel: convolution, f_b, gate, recurrence and gated norm of one (request, head) in one cluster of CTAs.
+
+The recurrent state of a (request, head) is 64 KB and is read and written once: that is the kernel's floor. A cluster splits its V rows, so
+that a small batch still spreads over the machine. Eight lanes share a V row, each with 16 of its 128 keys, and hold `rows` such rows in
+registers from the load to the store: the state never passes through shared memory. The f_b weights of the head are static and are fetched
+before the dependency wait; a CTA keeps them for all the requests it walks over.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+
+D = 128  # key and value width of a head
+LANES = 8  # lanes that share one V row
+KEYS = D // LANES  # keys of the row that one lane holds: four groups of four, 32 apart, so that a load is 128 bytes wide
+LOG2E = 1.4426950408889634
+
+
+def _pointer(tensor, offset, divisible_by=1):
+    return tensor.iterator + cute.assume(offset, divby=divisible_by)
+
+
+def _load(pointer, count, dtype):
+    """`count` neighbouring elements into registers, as wide as the pointer's alignment allows."""
+    fragment = cute.make_rmem_tensor(count, dtype)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), fragment)
+    return fragment
+
+
+def _store(fragment, pointer):
+    cute.autovec_copy(fragment, cute.make_tensor(pointer, cute.make_layout(cute.size(fragment))))
+
+
+def _copy(atom, source, destination, count):
+    """One asynchronous copy from global to shared memory."""
+    cute.copy(atom, cute.make_tensor(source, cute.make_layout(count)), cute.make_tensor(destination, cute.make_layout(count)))
+
+
+def _exp(x):
+    return cute.math.exp2(x * Float32(LOG2E), fastmath=True)
+
+
+def _sigmoid(x):
+    return cute.arch.rcp_approx(Float32(1.0) + _exp(-x))
+
+
+def _silu(x):
+    return x * _sigmoid(x)
+
+
+def _decay(raw, a, c):
+    """e^g of one key channel. `raw`: f_b's output plus dt_bias; `a`: e^A_log of the head."""
+    if c.lower_bound is not None:
+        return _exp(Float32(c.lower_bound) * _sigmoid(a * raw))
+    softplus = cute.math.log2(Float32(1.0) + _exp(cutlass.min(raw, Float32(20.0))), fastmath=True) * Float32(1.0 / LOG2E)
+    return _exp(-a * cutlass.max(softplus, raw))  # softplus(z) >= z, and equal to it in float32 above 20
+
+
+def _sum_lanes(value, threads=LANES):
+    return cute.arch.warp_reduction_sum(value, threads_in_group=threads)
+
+
+def _inputs(x, token, column, lane, head, own_value, c):
+    """All that this thread reads of a token's row: raw inputs of its channels, two pieces of f_a, its output gate, beta."""
+    width = c.heads * D
+    raw = cute.make_rmem_tensor(cute.size(column), BFloat16)
+    for i in range(cute.size(column)):
+        raw[i] = x[token, column[i]]
+    start = Int64(token) * x.stride[0] + 4 * width + lane * 8
+    low, high = _load(_pointer(x, start, 8), 8, BFloat16), _load(_pointer(x, start + 64, 8), 8, BFloat16)
+    return raw, low, high, x[token, 3 * width + head * D + own_value], x[token, 4 * width + D + head]
+
+
+def _send(destination, value, barrier, rank):
+    """Store one float into shared memory of a CTA of the cluster and count its bytes on that CTA's barrier."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[
+            cute.arch.map_dsmem_ptr(destination, rank).toint(),
+            value,
+            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
+        ],
+    )
+
+
+@cute.kernel
+def _kda(
+    x: Dynamic,
+    conv_weight: Static,
+    f_b: Static,
+    a_log: Static,
+    dt_bias: Static,
+    norm_weight: Static,
+    slots: Dynamic,
+    accepted: Dynamic | None,
+    starts: Dynamic | None,
+    conv_state: Dynamic,
+    state: Dynamic,
+    y: Output,
+    c: cutlass.Constexpr,
+):
+    thread, _, _ = cute.arch.thread_idx()
+    block, row_group, _ = cute.arch.block_idx()
+    head, part = block // c.split, block % c.split
+    lane, group, warp = thread % LANES, thread // LANES, thread // 32
+    values = D // c.split  # V rows of this CTA
+    rows = values * LANES // c.threads  # V rows of one thread
+    passes = D * LANES // c.threads  # f_b rows of one thread
+    warps = c.threads // 32
+    channels = 2 * D + values  # q, k and this CTA's part of v
+    tasks = (channels + c.threads - 1) // c.threads
+    width = c.heads * D
+
+    smem = cutlass.memory.SmemAllocator()
+    f_b_smem = cute.make_tensor(smem.allocate_array(BFloat16, D * D, byte_alignment=128), cute.make_layout(D * D))
+    state_smem = cute.make_tensor(smem.allocate_array(Float32, values * D, byte_alignment=128), cute.make_layout(values * D))
+    qkv_smem = cute.make_tensor(smem.allocate_array(Float32, 3 * D, byte_alignment=16), cute.make_layout(3 * D))
+    decay_smem = cute.make_tensor(smem.allocate_array(Float32, D, byte_alignment=16), cute.make_layout(D))
+    squares_smem = cute.make_tensor(
+        smem.allocate_array(Float32, 2 * c.split * warps, byte_alignment=16), cute.make_layout(2 * c.split * warps)
+    )
+    arrived = smem.allocate_array(Int64, 2, byte_alignment=8)
+    if cutlass.const_expr(c.split > 1):
+        if thread == 0:
+            cute.arch.mbarrier_init(arrived, 1)
+            cute.arch.mbarrier_init(arrived + 1, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()  # paired with the wait below: no peer is written to before it has started and made its barriers
+
+    # -- static: weights on their way before the dependency wait ----------------------------------------------------------------------------
+    copy = cute.make_copy_atom(cute.nvgpu.cpasync.CopyG2SOp(), BFloat16, num_bits_per_copy=128)
+    copy_state = cute.make_copy_atom(
+        cute.nvgpu.cpasync.CopyG2SOp(cute.nvgpu.cpasync.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
+    )
+    for i in cutlass.range_constexpr(D * D // 8 // c.threads):
+        chunk = cute.assume((i * c.threads + thread) * 8, divby=8)
+        _copy(copy, _pointer(f_b.early(), head * (D * D) + chunk, 8), f_b_smem.iterator + chunk, 8)
+    cute.arch.cp_async_commit_group()
+
+    column = cute.make_rmem_tensor(tasks, Int32)  # of x, of the conv weights and of the conv state alike
+    taps = cute.make_rmem_tensor((tasks, 4), Float32)
+    for i in cutlass.range_constexpr(tasks):
+        channel = cutlass.min(i * c.threads + thread, channels - 1)
+        section = channel // D
+        column[i] = section * width + head * D + channel % D
+        if channel >= 2 * D:
+            column[i] = 2 * width + head * D + part * values + channel - 2 * D
+        tap = _load(_pointer(conv_weight.early(), column[i] * 4, 4), 4, Float32)
+        for j in cutlass.range_constexpr(4):
+            taps[i, j] = tap[j]
+    a = _exp(a_log.early()[head])
+    gate_channel = cutlass.min(lane, passes - 1) * (c.threads // LANES) + group  # the f_b row whose gate this thread computes
+    bias = dt_bias.early()[head * D + gate_channel]
+    own_value = part * values + group * rows + lane % rows  # the V row that this thread writes out
+    norm = Float32(norm_weight.early()[own_value])
+
+    # -- dynamic ----------------------------------------------------------------------------------------------------------------------------
+    token_ready = dependency_wait()
+    release_dependents()
+    x, y, slots = x.after(token_ready), y.after(token_ready), slots.after(token_ready)
+    conv_state, state = conv_state.after(token_ready), state.after(token_ready)
+    if cutlass.const_expr(c.split > 1):
+        cute.arch.cluster_wait()
+
+    history = cute.make_rmem_tensor((tasks, 3), Float32)
+    s = cute.make_rmem_tensor((rows, KEYS), Float32)
+    step_count = Int32(0)
+
+    for step in cutlass.range(c.rows_per_cta, unroll=1):
+        row = row_group + step * c.row_groups
+        if row < c.requests:
+            slot = slots[row, 0]
+            source_slot = slot
+            window = Int32(0)
+            first = row * c.queries
+            count = Int32(c.queries)
+            if cutlass.const_expr(c.slots_per_row == 1):
+                inputs = _inputs(x, row, column, lane, head, own_value, c)  # in flight while the slot is on its way
+            if cutlass.const_expr(c.slots_per_row > 1):
+                window = accepted.after(token_ready)[row] - 1
+                source_slot = slots[row, window]
+                first = starts.after(token_ready)[row]
+                count = starts.after(token_ready)[row + 1] - first
+                # Padded tokens belong to no row: the rows share them out, so that their output is defined.
+                end = starts.after(token_ready)[c.requests]
+                for i in cutlass.range(c.queries, unroll=1):
+                    token = end + row * c.queries + i
+                    if token < c.tokens and thread < values:
+                        y[token, head * D + part * values + thread] = BFloat16(0.0)
+
+            if slot <= 0:
+                for i in cutlass.range(count, unroll=1):
+                    if thread < values:
+                        y[first + i, head * D + part * values + thread] = BFloat16(0.0)
+            else:
+                # The state goes through shared memory, each thread its own part, only because a compiler cannot delay that kind of load.
+                own_state = (group * rows) * D + lane * 4
+                if source_slot > 0:
+                    source_offset = Int64(source_slot) * state.stride[0] + (head * (D * D) + part * values * D + own_state)
+                    for p in cutlass.range_constexpr(rows):
+                        for j in cutlass.range_constexpr(KEYS // 4):
+                            piece = p * D + j * 32
+                            _copy(
+                                copy_state,
+                                _pointer(state, source_offset + piece, 4),
+                                _pointer(state_smem, own_state + piece, 4),
+                                4,
+                            )
+                cute.arch.cp_async_commit_group()
+                for i in cutlass.range_constexpr(tasks):
+                    for j in cutlass.range_constexpr(3):
+                        history[i, j] = Float32(conv_state[slot, window + j, column[i]])
+                s.fill(0.0)
+                cute.arch.cp_async_wait_group(1)  # f_b; the state may still be on its way
+                cute.arch.sync_threads()
+
+                for i in cutlass.range(count, unroll=1):
+                    token = first + i
+                    if cutlass.const_expr(c.slots_per_row > 1):
+                        raw_inputs, low, high, gate_input, beta_input = _inputs(x, token, column, lane, head, own_value, c)
+                    else:
+                        raw_inputs, low, high, gate_input, beta_input = inputs
+                    beta = _sigmoid(Float32(beta_input))
+
+                    # Short convolution over the three raw inputs of the state and this one, then SiLU.
+                    for t in cutlass.range_constexpr(tasks):
+                        raw = Float32(raw_inputs[t])
+                        mixed = (
+                            taps[t, 0] * history[t, 0]
+                            + taps[t, 1] * history[t, 1]
+                            + taps[t, 2] * history[t, 2]
+                            + taps[t, 3] * raw
+                        )
+                        history[t, 0] = history[t, 1]
+                        history[t, 1] = history[t, 2]
+                        history[t, 2] = raw
+                        if t * c.threads + thread < channels:
+                            qkv_smem[t * c.threads + thread] = _silu(mixed)
+
+                    # f_b: eight lanes a row; lane l keeps row l and computes its gate.
+                    low, high = low.load().to(Float32), high.load().to(Float32)
+                    own = Float32(0.0)
+                    for p in cutlass.range_constexpr(passes):
+                        at = (p * (c.threads // LANES) + group) * D + lane * 8
+                        w_low = _load(_pointer(f_b_smem, at, 8), 8, BFloat16).load().to(Float32)
+                        w_high = _load(_pointer(f_b_smem, at + 64, 8), 8, BFloat16).load().to(Float32)
+                        dot = Float32(0.0)
+                        for e in cutlass.range_constexpr(8):
+                            dot += low[e] * w_low[e]
+                            dot += high[e] * w_high[e]
+                        dot = _sum_lanes(dot)
+                        if lane == p:
+                            own = dot
+                    if lane < passes:
+                        decay_smem[gate_channel] = _decay(Float32(BFloat16(own)) + bias, a, c)
+                    cute.arch.sync_threads()
+
+                    # q and k to unit length, q also by d^-1/2.
+                    q = cute.make_rmem_tensor(KEYS, Float32)
+                    k = cute.make_rmem_tensor(KEYS, Float32)
+                    decay = cute.make_rmem_tensor(KEYS, Float32)
+                    for j in cutlass.range_constexpr(KEYS // 4):
+                        quad_q = _load(_pointer(qkv_smem, j * 32 + lane * 4, 4), 4, Float32)
+                        quad_k = _load(_pointer(qkv_smem, D + j * 32 + lane * 4, 4), 4, Float32)
+                        quad_d = _load(_pointer(decay_smem, j * 32 + lane * 4, 4), 4, Float32)
+                        for e in cutlass.range_constexpr(4):
+                            q[j * 4 + e], k[j * 4 + e], decay[j * 4 + e] = quad_q[e], quad_k[e], quad_d[e]
+                    q_square, k_square, k_dot_q = Float32(0.0), Float32(0.0), Float32(0.0)
+                    for e in cutlass.range_constexpr(KEYS):
+                        q_square += q[e] * q[e]
+                        k_square += k[e] * k[e]
+                        k_dot_q += k[e] * q[e]
+                    q_scale = cute.math.rsqrt(_sum_lanes(q_square) + Float32(1e-6)) * Float32(D**-0.5)
+                    k_scale = cute.math.rsqrt(_sum_lanes(k_square) + Float32(1e-6))
+                    k_dot_q = _sum_lanes(k_dot_q) * q_scale * k_scale
+                    for e in cutlass.range_constexpr(KEYS):
+                        q[e] = q[e] * q_scale
+                        k[e] = k[e] * k_scale
+
+                    if i == 0 and source_slot > 0:
+                        cute.arch.cp_async_wait_group(0)
+                        for p in cutlass.range_constexpr(rows):
+                            for j in cutlass.range_constexpr(KEYS // 4):
+                                quad = _load(_pointer(state_smem, own_state + (p * D + j * 32), 4), 4, Float32)
+                                for e in cutlass.range_constexpr(4):
+                                    s[p, j * 4 + e] = quad[e]
+
+                    # Recurrence. With S' the decayed state: u = beta (v - S' k), o = S' q + u (k . q), S = S' + u k.
+                    square = Float32(0.0)
+                    own_o = Float32(0.0)
+                    target = slot
+                    if cutlass.const_expr(c.slots_per_row > 1):
+                        target = slots[row, i]
+                    target_offset = Int64(target) * state.stride[0] + (head * (D * D) + part * values * D + own_state)
+                    for p in cutlass.range_constexpr(rows):
+                        s_k, s_q = Float32(0.0), Float32(0.0)
+                        for e in cutlass.range_constexpr(KEYS):
+                            s[p, e] = s[p, e] * decay[e]
+                            s_k += s[p, e] * k[e]
+                            s_q += s[p, e] * q[e]
+                        u = beta * (qkv_smem[2 * D + group * rows + p] - _sum_lanes(s_k))
+                        o = _sum_lanes(s_q) + u * k_dot_q
+                        square += o * o
+                        if lane == p:
+                            own_o = o
+                        for e in cutlass.range_constexpr(KEYS):
+                            s[p, e] = s[p, e] + u * k[e]
+                    # Gated RMSNorm over all V rows of the head: every warp of the cluster sends every CTA its sum of squares. A CTA that
+                    # has received step n from all can be at most one step behind any of them, so two buffers and barriers are enough.
+                    for offset in cutlass.range_constexpr(2):
+                        square += cute.arch.shuffle_sync_bfly(square, offset=LANES << offset)
+                    buffer = step_count % 2
+                    place = (buffer * c.split + part) * warps + warp
+                    if cutlass.const_expr(c.split > 1):
+                        barrier = arrived + buffer
+                        if thread == 0:
+                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * c.split * warps)
+                        if thread % 32 < c.split:
+                            _send(squares_smem.iterator + place, square, barrier, thread % 32)
+                        cute.arch.mbarrier_wait(barrier, step_count // 2 % 2)
+                    else:
+                        if thread % 32 == 0:
+                            squares_smem[place] = square
+                        cute.arch.sync_threads()
+                    total = Float32(0.0)
+                    for w in cutlass.range_constexpr(c.split * warps):
+                        total += squares_smem[buffer * (c.split * warps) + w]
+                    step_count += 1
+                    scale = cute.math.rsqrt(total * Float32(1.0 / D) + Float32(c.norm_eps))
+                    if lane < rows:
+                        y[token, head * D + own_value] = BFloat16(own_o * scale * norm * _sigmoid(Float32(gate_input)))
+
+                    if target > 0:
+                        for p in cutlass.range_constexpr(rows):
+                            for j in cutlass.range_constexpr(KEYS // 4):
+                                quad = cute.make_rmem_tensor(4, Float32)
+                                for e in cutlass.range_constexpr(4):
+                                    quad[e] = s[p, j * 4 + e]
+                                _store(quad, _pointer(state, target_offset + (p * D + j * 32), 4))
+
+                    # The window's new entry. All CTAs of the head have read the window: their sums have arrived. q and k channels are common
+                    # to them and written by the first.
+                    if cutlass.const_expr(c.slots_per_row > 1):
+                        for t in cutlass.range_constexpr(tasks):
+                            if t * c.threads + thread < channels and (part == 0 or t * c.threads + thread >= 2 * D):
+                                if i == 0:
+                                    conv_state[slot, 0, column[t]] = BFloat16(history[t, 0])
+                                    conv_state[slot, 1, column[t]] = BFloat16(history[t, 1])
+                                conv_state[slot, 2 + i, column[t]] = BFloat16(history[t, 2])
+                    else:
+                        for t in cutlass.range_constexpr(tasks):
+                            if t * c.threads + thread < channels and (part == 0 or t * c.threads + thread >= 2 * D):
+                                for j in cutlass.range_constexpr(3):
+                                    conv_state[slot, j, column[t]] = BFloat16(history[t, j])
+    cute.arch.cp_async_wait_group(0)
+
+
+def _launch(c, *tensors, stream):
+    grid = [c.heads * c.split, c.row_groups, 1]
+    _kda(*tensors, c).launch(grid=grid, block=[c.threads, 1, 1], cluster=[c.split, 1, 1], stream=stream, use_pdl=True)
+
+
+def bf16_kda_decode(c, x, conv_weight, f_b, a_log, dt_bias, norm_weight, slots, conv_state, state, y, stream):
+    _launch(c, x, conv_weight, f_b, a_log, dt_bias, norm_weight, slots, None, None, conv_state, state, y, stream=stream)
+
+
+def bf16_kda_verify(c, x, conv_weight, f_b, a_log, dt_bias, norm_weight, slots, accepted, starts, conv_state, state, y, stream):
+    _launch(c, x, conv_weight, f_b, a_log, dt_bias, norm_weight, slots, accepted, starts, conv_state, state, y, stream=stream)
