@@ -352,7 +352,8 @@ def hf_config(cfg: TinyConfig, specials: dict[str, int]) -> dict:
     same = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
         "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "num_experts", "num_experts_per_token",
-        "moe_intermediate_size", "num_shared_experts", "routed_expert_hidden_size", "attn_res_block_size", "rms_norm_eps", "max_position_embeddings",
+        "moe_intermediate_size", "num_shared_experts", "routed_expert_hidden_size", "attn_res_block_size",
+        "rms_norm_eps", "max_position_embeddings",
     )  # fmt: skip
     return {
         "architectures": ["KimiLinearForCausalLM"],
@@ -392,7 +393,8 @@ def hf_config(cfg: TinyConfig, specials: dict[str, int]) -> dict:
             "format": "mxfp4-pack-quantized",
             "quantization_status": "compressed",
             "ignore": [
-                "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|down)_proj.*", "re:.*routed_expert_.*",
+                "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|down)_proj.*",
+                "re:.*routed_expert_.*",
             ],
             "config_groups": {
                 "group_0": {

@@ -169,7 +169,10 @@ def main() -> None:
         index = target.nonzero().squeeze(1)
         logits = model.logits(hidden[index])
         answers = tokens[index + 1]
-        return F.cross_entropy(logits, answers), aux(tapped, labels), loads, (logits.argmax(-1) == answers).float().mean()
+        retrieval = index < 3 * args.stretch  # the last stretch is arithmetic
+        right = (logits.detach().argmax(-1) == answers).float()
+        accuracy = torch.stack([(right * part).sum() / part.sum() for part in (retrieval, ~retrieval)])
+        return F.cross_entropy(logits, answers), aux(tapped, labels), loads, accuracy
 
     reserve = 45 if device == "cuda" else 5  # seconds kept for evaluation and writing
     deadline = begun + args.minutes * 60 - reserve
@@ -226,10 +229,16 @@ def main() -> None:
             sys.exit(0)
         if step % (50 if device == "cuda" else 20) == 0:
             point = {
-                "step": step, "progress": round(progress.value, 4), "loss": round(main_loss.item(), 4),
-                "aux": round(aux_loss.item(), 4), "token_accuracy": round(float(accuracy), 4), "tokens_per_s": round(seen / (time.monotonic() - mark)),
-                "busiest_expert": round(float(loads.max() / loads.mean()), 2), "queue": batches.qsize(),
-            }  # fmt: skip
+                "step": step,
+                "progress": round(progress.value, 4),
+                "loss": round(main_loss.item(), 4),
+                "aux": round(aux_loss.item(), 4),
+                "retrieval": round(accuracy[0].item(), 4),
+                "arithmetic": round(accuracy[1].item(), 4),
+                "tokens_per_s": round(seen / (time.monotonic() - mark)),
+                "busiest_expert": round((loads.max() / loads.mean()).item(), 2),
+                "queue": batches.qsize(),
+            }
             curve.append(point)
             if step % 200 == 0 or device == "cpu":
                 print(json.dumps(point), flush=True)
