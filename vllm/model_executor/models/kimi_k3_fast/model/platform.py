@@ -1,0 +1,56 @@
+"""What vLLM's CPU platform takes away from MLA models, given back to this one.
+
+The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to the
+model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+ARCHITECTURES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
+_MARK = "_kimi_k3_fast_restores_chunking"
+
+
+def restore_chunking() -> bool:
+    """Wrap `CpuPlatform.check_and_update_config` so that the options of this model's deployments survive it.
+
+    Safe to call twice. Returns whether the current platform is a CPU, that is, whether the wrapper stands.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    platform = type(current_platform)
+    original = platform.check_and_update_config
+    if getattr(original, _MARK, False):
+        return True
+
+    @classmethod  # type: ignore[misc]
+    @wraps(original.__func__)
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        kept = _options(vllm_config) if _is_ours(vllm_config) else {}
+        original.__func__(cls, vllm_config)
+        for (owner, name), value in kept.items():
+            setattr(getattr(vllm_config, owner), name, value)
+
+    setattr(check_and_update_config.__func__, _MARK, True)
+    platform.check_and_update_config = check_and_update_config
+    return True
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    model = vllm_config.model_config
+    return model is not None and model.architecture in ARCHITECTURES
+
+
+def _options(vllm_config: Any) -> dict[tuple[str, str], Any]:
+    names = [
+        ("scheduler_config", "enable_chunked_prefill"),
+        ("scheduler_config", "max_num_batched_tokens"),
+        ("cache_config", "enable_prefix_caching"),
+    ]
+    if vllm_config.cache_config.user_specified_block_size:
+        names.append(("cache_config", "block_size"))
+    return {(owner, name): getattr(getattr(vllm_config, owner), name) for owner, name in names}
