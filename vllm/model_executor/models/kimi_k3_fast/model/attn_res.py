@@ -1,7 +1,7 @@
 """AttnRes: K3's residual stream, a softmax mixture over closed blocks of layers instead of one running sum.
 
-The stream keeps the bare sums: `blocks` (closed) and `prefix` (being accumulated). Before every attention and MLP the layer's input is
-a mixture of them, weighted by a learned score of each. Section names below follow the order in which a layer uses it.
+The stream keeps the bare sums: `blocks` (closed) and `prefix` (being accumulated). Before every attention and MLP the layer's
+input is a mixture of them, weighted by a learned score of each.
 """
 
 from __future__ import annotations

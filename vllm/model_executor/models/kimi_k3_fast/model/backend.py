@@ -1,13 +1,14 @@
 """What the two cache kinds need to know of a step: attention backends and metadata builders for vLLM's V1 runner.
 
-The builders turn the runner's common metadata into plain host lists and index tensors. Requests keep the runner's order. A request
-with one new token is a decode row whatever its age: a fresh one merely starts from a zero state. Rows without tokens and tokens beyond
-the last request are padding and appear in no list.
+The builders turn the runner's common metadata into plain host lists and index tensors. Requests keep the runner's order. A
+request with one new token is a decode row whatever its age: a fresh one merely starts from a zero state. Rows without tokens and
+tokens beyond the last request are padding and appear in no list.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from vllm.config import VllmConfig
@@ -23,8 +24,8 @@ NULL_BLOCK = 0
 class StepRows:
     """How a step's tokens belong to its requests (host data; R requests).
 
-    `starts` [R + 1]: first token of each request; `lengths` [R]: tokens after the step, context included; `decodes`: requests with one
-    new token; `prefills`: those with more.
+    `starts` [R + 1]: first token of each request; `lengths` [R]: tokens after the step, context included; `decodes`: requests
+    with one new token; `prefills`: those with more.
     """
 
     starts: list[int]
@@ -35,7 +36,7 @@ class StepRows:
     @classmethod
     def of(cls, common: CommonAttentionMetadata) -> StepRows:
         starts = common.query_start_loc_cpu.tolist()
-        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        counts = [end - start for start, end in pairwise(starts)]
         return cls(
             starts=starts,
             lengths=common.seq_lens.tolist(),
@@ -53,7 +54,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class KDAMetadata:
-    """`slots` int64 [R]: each request's state slot, <= 0 for none; `decode_*`: int64 indices of the decode rows that own a slot."""
+    """`slots` int64 [R]: each request's state slot, <= 0 for none; `decode_*`: indices of the decode rows that own a slot."""
 
     rows: StepRows
     slots: torch.Tensor

@@ -1,4 +1,4 @@
-"""Kimi K3's text model as a vLLM model: embedding, decoder layers, final mixture, logits. Kimi-Linear is the same with other fields."""
+"""Kimi K3's text model as a vLLM model: embedding, decoder layers, final mixture, logits. Kimi-Linear differs in its fields."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class KimiK3ForCausalLM(nn.Module, HasInnerState, IsHybrid):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm. `positions` are not used: the model has none."""
+        """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm. The model uses no positions."""
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)

@@ -1,7 +1,8 @@
 """The released checkpoint's format, without vLLM: what its files must hold, checking them, and writing them.
 
-`released_tensors` lists every tensor name and shape that a configuration implies, independently of the model classes (a test holds the
-two together). `write_released` writes any set of tensors in that format; `write_tiny` a small random model with every feature of K3.
+`released_tensors` lists every tensor name and shape that a configuration implies, independently of the model classes (a test
+holds the two together). `write_released` writes any set of tensors in that format; `write_tiny` a small random model with every
+feature of K3.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
 Entry = tuple[str, tuple[int, ...], torch.dtype]
 
 
-# -- names and shapes ----------------------------------------------------------------------------------------------------------------
+# -- names and shapes ------------------------------------------------------------------------------------------------------------
 def released_tensors(c: K3Config) -> Iterator[Entry]:
     """(name without prefix, shape, dtype) of every tensor of the released format, in the order of the layers."""
     bf16, size = torch.bfloat16, c.hidden_size
@@ -199,14 +200,14 @@ def _moe_tensors(c: K3Config) -> Iterator[Entry]:
         yield from (("shared_experts." + n, s, d) for n, s, d in _mlp_tensors(c, c.shared_intermediate_size))
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------------------------------
 def write_released(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, tokenizer: Any = None, shards: int = 1
 ) -> None:
     """Write a checkpoint: config.json, generation_config.json, safetensors (with an index for `shards` > 1) and a tokenizer.
 
-    `tensors` has the names that go into the files. `tokenizer` is a `tokenizers.Tokenizer` with the special tokens of `.tokenizer`;
-    None writes the byte-level one. Files of an earlier checkpoint in `directory` are removed first.
+    `tensors` has the names that go into the files. `tokenizer` is a `tokenizers.Tokenizer` with the special tokens of
+    `.tokenizer`; None writes the byte-level one. Files of an earlier checkpoint in `directory` are removed first.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("*.safetensors"), directory / INDEX_NAME):
@@ -269,7 +270,7 @@ def quantization_config() -> dict[str, Any]:
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of a small K3: both layer kinds, three AttnRes blocks, latent MoE with shared experts, the last two layers MLA."""
+    """config.json of a small K3: both layer kinds, three AttnRes blocks, latent MoE with shared experts, two last MLA layers."""
     tokenizer = byte_tokenizer()
     config = {
         "architectures": ["KimiLinearForCausalLM"],
@@ -329,7 +330,7 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
 
 
 def tiny_kimi_linear_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of a small Kimi-Linear: SiLU, ordinary residuals, BF16 experts at model width, low-rank gate, full-rank query."""
+    """config.json of a small Kimi-Linear: SiLU, ordinary residuals, BF16 experts at model width, low-rank gate, full query."""
     config = tiny_config()
     for name in ("activation_situ_beta", "activation_situ_linear_beta", "routed_expert_hidden_size", "latent_moe_use_norm"):
         del config[name]

@@ -1,7 +1,7 @@
 """`K3Config`: every fact of a Kimi K3 or Kimi-Linear configuration that the model uses, read once and validated.
 
-The Hugging Face config is an open bag of attributes, and most mistakes in it would surface as wrong numbers, not as errors. So it is
-read in one place into a frozen dataclass, and everything wrong with it is reported together.
+The Hugging Face config is an open bag of attributes, and most mistakes in it would surface as wrong numbers, not as errors. So it
+is read in one place into a frozen dataclass, and everything wrong with it is reported together.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class K3Config:
         if self.num_experts is not None:
             sharded["moe_intermediate_size"] = self.moe_intermediate_size
         problems = [
-            f"{name} must divide by the tensor-parallel size {tp_size}: found {value}. Choose a tensor-parallel size that divides it."
+            f"{name}: expected a multiple of the tensor-parallel size {tp_size}, found {value}. Choose a size that divides it."
             for name, value in sharded.items()
             if value % tp_size
         ]

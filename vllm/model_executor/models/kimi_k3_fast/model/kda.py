@@ -1,8 +1,8 @@
 """Kimi Delta Attention: a linear attention whose state decays per key channel and is corrected by the delta rule.
 
-The first half are pure functions of tensors, used by the layer below and by anything that wants a reference; the layer adds vLLM's
-parallel projections and the two states that each request keeps in one cache slot: the last conv inputs and the recurrent state
-S [head, V, K].
+The first half are pure functions of tensors, used by the layer below and by anything that wants a reference; the layer adds
+vLLM's parallel projections and the two states that each request keeps in one cache slot: the last conv inputs and the recurrent
+state S [head, V, K].
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def recurrent_step(
 def recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """T tokens of one sequence, token by token: q, k, v, g [T, H, d], beta [T, H], state [H, V, K]. Returns ([T, H, V], state)."""
+    """T tokens of one sequence, one by one: q, k, v, g [T, H, d], beta [T, H], state [H, V, K]. Returns ([T, H, V], state)."""
     outputs = []
     for t in range(q.shape[0]):
         o, state = recurrent_step(q[t], k[t], v[t], g[t], beta[t], state)
@@ -103,8 +103,8 @@ def chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `recurrent`, a chunk of tokens at a time.
 
-    Decay factors are built from pairwise differences e^(G_t - G_s) with s <= t, which never exceed one: a single factor e^(-G) would
-    overflow fp32 after 18 tokens at the bound of -5.
+    Decay factors are built from pairwise differences e^(G_t - G_s) with s <= t, which never exceed one: a single factor e^(-G)
+    would overflow fp32 after 18 tokens at the bound of -5.
     """
     outputs = []
     for piece in zip(*(x.split(chunk) for x in (q, k, v, g, beta)), strict=True):
@@ -214,7 +214,7 @@ class KimiDeltaAttention(nn.Module, MambaBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, D] -> [T, D]. Padded tokens give zero before the output projection."""
         projected, _ = self.in_proj(x)
-        q, k, v, gate, f_a, beta, _ = projected.split(self.row_sizes, dim=-1)
+        *_, gate, f_a, beta, _ = projected.split(self.row_sizes, dim=-1)
         qkv = projected[:, : 3 * self.local_width]
         raw_g, _ = self.f_b_proj(f_a)
         if self.g_b_proj is not None:

@@ -46,7 +46,7 @@ Slots = Iterator[tuple[str, Slot]]
 
 
 def slot(dest: torch.Tensor, *, dim: int | None = None, full: int | None = None, start: int = 0) -> Slot:
-    """A slot for a tensor of `dest`'s shape, except that dimension `dim` has `full` elements, of which this rank takes those at `start`."""
+    """A slot for a tensor of `dest`'s shape, except that dimension `dim` has `full` elements; this rank's begin at `start`."""
     shape, offset = list(dest.shape), [0] * dest.dim()
     if dim is not None and full is not None:
         shape[dim], offset[dim] = full, start

@@ -1,8 +1,8 @@
 """Multi-head latent attention without positions: queries and keys meet in a shared latent, which is all that is cached.
 
-A cache row is [c | k_pe]: the normalised latent of a token and one key part shared by all heads. `expanded` rebuilds keys and values
-from the latents (prefill); `absorbed` moves the key matrix to the query side and works on the rows as they lie (decode). Both compute
-the same attention.
+A cache row is [c | k_pe]: the normalised latent of a token and one key part shared by all heads. `expanded` rebuilds keys and
+values from the latents (prefill); `absorbed` moves the key matrix to the query side and works on the rows as they lie (decode).
+Both compute the same attention.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(q: torch.Tensor, rows: torch.Tensor, w_kvb: torch.Tensor, rank: int, nope: int, scale: float) -> torch.Tensor:
-    """Causal attention of the last T of S tokens: q [T, h, nope + rope], rows [S, rank + rope], w_kvb [h, nope + v, rank] -> [T, h, v].
+    """Causal attention of the last T of S tokens: q [T, h, nope + rope], rows [S, rank + rope] -> [T, h, v].
 
-    Keys are [k_nope | k_pe] per head; scores and softmax in fp32. Queries go in tiles, so that scores stay [h, 256, S].
+    w_kvb [h, nope + v, rank] rebuilds each head's k_nope and value. Keys are [k_nope | k_pe] per head; scores and softmax in fp32. Queries go in tiles, so that scores stay [h, 256, S].
     """
     latent, shared_key = rows[:, :rank], rows[:, rank:]
     per_head = torch.einsum("sl,hdl->hsd", latent, w_kvb)
@@ -72,8 +72,8 @@ def absorbed(
 class KimiLatentAttention(nn.Module, AttentionLayerBase):
     """One MLA layer on this rank's heads. The latent cache is the same on every rank.
 
-    `in_proj` packs its rows as [query | kv_a | k_pe | gate | pad]: `query` is the replicated q_a (K3) or the full-rank q (Kimi-Linear),
-    kv_a and k_pe are replicated, and gate is absent without an output gate.
+    `in_proj` packs its rows as [query | kv_a | k_pe | gate | pad]: `query` is the replicated q_a (K3) or the full-rank q
+    (Kimi-Linear), kv_a and k_pe are replicated, and gate is absent without an output gate.
     """
 
     supports_dcp = False
@@ -199,7 +199,7 @@ class KimiLatentAttention(nn.Module, AttentionLayerBase):
     # -- checkpoint --------------------------------------------------------------------------------------------------------------
     def slots(self) -> Slots:
         c = self.config
-        query, latent, shared_key, gate, _ = self.in_proj.weight.split(self.row_sizes)
+        query, _, _, gate, _ = self.in_proj.weight.split(self.row_sizes)
         if self.q_b_proj is None:
             yield "q_proj.weight", sharded(query)
         else:

@@ -28,7 +28,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E], bias [E] -> (experts int64 [T, k], weights [T, k]), best first.
 
-    s = sigmoid(logits). The k largest of s + bias are chosen, equal ones by the lower expert id; the weights are s without the bias.
+    s = sigmoid(logits). The k largest of s + bias are chosen, equal ones by the lower expert id; the weights are s without bias.
     """
     score = torch.sigmoid(logits)
     order = torch.sort(score + bias, dim=-1, descending=True, stable=True).indices
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         return w13, mxfp4.decode(self.w2[expert], self.w2_scale[expert], dtype)
 
     def forward(self, z: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """z [T, L], experts [T, k], weights fp32 [T, k] -> this rank's part of sum_e w_e y_e, fp32 [T, L], in ascending expert order."""
+        """z [T, L], experts [T, k], weights fp32 [T, k] -> this rank's part of sum_e w_e y_e, fp32 [T, L], e ascending."""
         out = torch.zeros(z.shape, dtype=torch.float32, device=z.device)
         for expert in experts.unique().tolist():
             token, place = (experts == expert).nonzero(as_tuple=True)

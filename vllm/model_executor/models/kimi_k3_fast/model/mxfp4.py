@@ -1,7 +1,7 @@
 """MXFP4 as the released checkpoint stores it: E2M1 nibbles with one E8M0 scale for every 32 columns.
 
 Byte b of a row holds column 2b in bits 0-3 and column 2b + 1 in bits 4-7. A nibble is a sign bit (bit 3) and an index into
-{0, .5, 1, 1.5, 2, 3, 4, 6}; a scale byte s means 2^(s - 127), and 255 is NaN. (OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1)
+{0, .5, 1, 1.5, 2, 3, 4, 6}; a scale byte s means 2^(s - 127), and 255 is NaN. (OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGEST_EXPONENT = 2  # 6 = 1.5 * 2^2
 def decode(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """packed uint8 [..., n / 2], scale uint8 [..., n / 32] -> [..., n] in `dtype`.
 
-    Exact in BF16 and wider for scale bytes 1 to 252: a value has two significant bits and then a normal exponent. Byte 255 is NaN.
+    Exact in BF16 and wider for scale bytes 2 to 252, where every value is a normal number. Byte 255 is NaN.
     """
     table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device=packed.device)
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

@@ -1,7 +1,7 @@
 """What vLLM's CPU platform takes away from MLA models, given back to this one.
 
-The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to the
-model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
+The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to
+the model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
 """
 
 from __future__ import annotations
