@@ -1,0 +1,292 @@
+"""Routed MXFP4 experts: the reference against plain PyTorch, every kernel compiled, and on a GPU the kernels against float64."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import reference, torch_form
+from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
+from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
+
+TINY = replace(op.SMALL, tokens=3, experts=8)
+SCHEDULES = [op.Tactic(grouped=False), op.Tactic(grouped=True)]
+
+
+def make_weights(
+    config: op.Config, device: str = "cpu", seed: int = 0, scales: tuple[int, int] = (118, 124)
+) -> torch_form.Weights:
+    """Random codes, so all nibbles occur; scales uniform in the given range."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    e, length, width = config.experts, config.hidden, config.width
+    return torch_form.Weights(
+        draw(0, 256, e, 2 * width, length // 2),
+        draw(*scales, e, 2 * width, length // 32),
+        draw(0, 256, e, length, width // 2),
+        draw(*scales, e, length, width // 32),
+    )
+
+
+def make_routing(
+    config: op.Config, device: str = "cpu", seed: int = 0, num_tokens: int | None = None, experts: int | None = None
+) -> op.Routing:
+    """Distinct experts in a row, drawn from the first `experts`; weights that sum to one."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.stack(
+        [torch.randperm(experts or config.experts, generator=generator)[: config.top_k] for _ in range(config.tokens)]
+    )
+    weights = torch.rand(config.tokens, config.top_k, generator=generator) + 0.05
+    weights /= weights.sum(1, keepdim=True)
+    return reference.group(
+        config, chosen.int().to(device), weights.to(device), config.tokens if num_tokens is None else num_tokens
+    )
+
+
+def make_input(config: op.Config, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    return torch.randn(config.tokens, config.hidden, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+# -- without a GPU ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_agrees_with_plain_pytorch_in_fp32() -> None:
+    weights, routing, z = make_weights(TINY), make_routing(TINY), make_input(TINY)
+    plain = torch_form.run(
+        z.float(), routing.ids.long(), routing.weights, weights, lambda x: situ(x, TINY.beta, TINY.linear_beta)
+    )
+    torch.testing.assert_close(reference.experts(TINY, weights, z, routing).float(), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_every_code_and_scale_decodes_to_its_value() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)  # 16 rows of one group
+    scales = torch.tensor([0, 1, 64, 100, 110, 118, 120, 122, 124, 126, 127, 128, 200, 254, 255, 3], dtype=torch.uint8).view(
+        16, 1
+    )
+    found = reference.decode(codes, scales)
+    for row in range(16):
+        for byte in range(16):
+            for half in (0, 1):
+                nibble = (int(codes[row, byte]) >> 4 * half) & 15
+                exponent, mantissa = nibble >> 1 & 3, nibble & 1
+                value = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+                want = (-value if nibble & 8 else value) * 2.0 ** (int(scales[row]) - 127)
+                got = float(found[row, 2 * byte + half])
+                assert got == want or (int(scales[row]) == 255 and got != got)
+
+
+def test_the_kernels_way_to_decode_is_exact() -> None:
+    """The nibble as bits 15 and 8..6 of a bf16, times 2^(s - 1) in bf16, for every nibble and every supported scale."""
+    nibble = torch.arange(16, dtype=torch.int32)
+    bits = ((nibble & 8) << 12 | (nibble & 7) << 6).to(torch.int16).view(torch.bfloat16)
+    for scale in range(op.LARGEST_SCALE + 1):
+        factor = torch.tensor((scale + 126) << 7, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        want = torch.tensor(torch_form.E2M1, dtype=torch.float64) * 2.0 ** (scale - 127)
+        assert torch.equal((bits * factor).double(), want)
+
+
+def test_grouping_lists_every_pair_once_and_no_padded_row() -> None:
+    config = replace(TINY, tokens=5)
+    routing = make_routing(config, num_tokens=3)
+    listed = []
+    for expert in range(config.experts):
+        members = routing.pairs[int(routing.offsets[expert]) : int(routing.offsets[expert + 1])].tolist()
+        assert members == sorted(members)
+        assert all(int(routing.ids.flatten()[pair]) == expert for pair in members)
+        assert bool(members) == (expert in routing.active[: int(routing.num_active)])
+        listed += members
+    assert sorted(listed) == list(range(3 * config.top_k))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("width", [64, 96])
+def test_the_kernels_compile(fresh_store: build.Store, arch: str, grouped: bool, width: int) -> None:
+    config = replace(op.SMALL, width=width)
+    for spec in op.plan(config, arch, op.Tactic(grouped), compiled=False).specs:
+        folder = build.ensure(spec, arch)
+        record = json.loads((folder / f"{spec.name}-{build.content_hash(spec, arch)}.json").read_text())
+        assert record["stack"] == record["local"] == 0, record
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": 65}, "1 to 64 tokens"),
+        ({"hidden": 3584 + 32}, "latent width"),
+        ({"width": 48}, "expert width"),
+        ({"top_k": 0}, "experts for each token"),
+    ],
+)
+def test_a_shape_without_a_kernel_is_refused_with_what_was_expected(change: dict[str, int], words: str) -> None:
+    config = replace(op.Config(tokens=8), **change)
+    refusal = op.unavailable_reason(config, "sm_90a")
+    assert refusal is not None and refusal.reason is Reason.OP_SHAPE and words in refusal.detail
+    with pytest.raises(ValueError, match=words):
+        op.plan(config, "sm_90a", compiled=False)
+
+
+def test_an_architecture_without_a_kernel_is_refused() -> None:
+    refusal = op.unavailable_reason(op.Config(tokens=8), "sm_80")
+    assert refusal is not None and refusal.reason is Reason.OP_ARCH
+
+
+@pytest.mark.parametrize("width", [384, 192])
+@pytest.mark.parametrize("tokens", op.SERVED_TOKENS)
+def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None:
+    config = op.Config(tokens=tokens, width=width)
+    assert op.unavailable_reason(config, "sm_90a") is None
+    for tactic in op.tactics(config):
+        assert op.fitted(config, tactic) == tactic
+        assert config.hidden % (op.ROWS * tactic.tiles * (tactic.warps if tactic.grouped else 1)) == 0
+
+
+def test_scales_beyond_the_kernels_range_are_refused_when_loaded() -> None:
+    scales = torch.full((2, 4), op.LARGEST_SCALE, dtype=torch.uint8)
+    op.check_scales(scales, scales)
+    scales[1, 2] = 255
+    with pytest.raises(ValueError, match="255 .NaN."):
+        op.check_scales(scales)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------------------
+
+
+def poisoned(config: op.Config, grouped: bool) -> tuple[op.Scratch, torch.Tensor]:
+    """Buffers full of NaN: whatever a kernel forgets to write, or reads before it is written, shows."""
+
+    def buffer(rows: int, columns: int) -> torch.Tensor:
+        return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+    scratch = op.Scratch(buffer(config.pairs, config.width), buffer(config.pairs, config.hidden) if grouped else None)
+    return scratch, buffer(config.tokens, config.hidden)
+
+
+def check(config: op.Config, tactic: op.Tactic, weights: torch_form.Weights, z: torch.Tensor, routing: op.Routing) -> None:
+    """The kernels' error against float64 is at most twice plain PyTorch's own; padded rows come out as zero."""
+    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    scratch, out = poisoned(config, tactic.grouped)
+    op.run(plan, weights, z, routing, scratch, out)
+    live = int(routing.num_tokens)
+    assert torch.equal(out[live:], torch.zeros_like(out[live:]))
+    if live == 0:
+        return
+    exact = reference.experts(config, weights, z, routing)[:live]
+    plain = torch_form.run(
+        z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
+    )
+    scale = exact.abs().max()
+    ours, theirs = (((x[:live].double() - exact).abs() / scale) for x in (out, plain))
+    assert torch.isfinite(out).all()
+    assert ours.max() <= 2 * theirs.max() + 1e-6, (plan.tactic, float(ours.max()), float(theirs.max()))
+    assert ours.pow(2).mean() <= 4 * theirs.pow(2).mean() + 1e-12
+
+
+GPU_SHAPES = [
+    op.SMALL,
+    replace(op.SMALL, width=96, top_k=2),
+    op.Config(tokens=4, experts=40),
+    op.Config(tokens=4, experts=40, width=192),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 33, 64])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda c: f"L{c.hidden}I{c.width}")
+def test_gpu_error_is_within_twice_pytorchs(shape: op.Config, tokens: int, tactic: op.Tactic) -> None:
+    config = replace(shape, tokens=tokens)
+    check(config, tactic, make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [384, 192])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_gpu_every_tactic_computes_the_same_thing(tokens: int, width: int) -> None:
+    config = op.Config(tokens=tokens, width=width, experts=40)
+    weights, z, routing = make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda")
+    for tactic in op.tactics(config):
+        check(config, tactic, weights, z, routing)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_gpu_padded_rows_are_zero_and_touch_nothing(num_tokens: int, tactic: op.Tactic) -> None:
+    config = replace(op.SMALL, tokens=8)
+    routing = make_routing(config, "cuda", num_tokens=num_tokens)
+    routing.ids[num_tokens:] = -1
+    check(config, tactic, make_weights(config, "cuda"), make_input(config, "cuda"), routing)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+def test_gpu_all_tokens_may_meet_in_the_same_experts(tactic: op.Tactic) -> None:
+    config = replace(op.SMALL, tokens=64)
+    check(
+        config,
+        tactic,
+        make_weights(config, "cuda"),
+        make_input(config, "cuda"),
+        make_routing(config, "cuda", experts=config.top_k),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+@pytest.mark.parametrize("scales", [(0, 3), (100, 129), (60, 129)])
+def test_gpu_extreme_scales_are_exact(scales: tuple[int, int], tactic: op.Tactic) -> None:
+    config = replace(op.SMALL, tokens=4)
+    check(config, tactic, make_weights(config, "cuda", scales=scales), make_input(config, "cuda"), make_routing(config, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+def test_gpu_a_nan_scale_makes_its_rows_nan_and_no_others(tactic: op.Tactic) -> None:
+    config = replace(op.SMALL, tokens=2)
+    weights, z, routing = make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda")
+    expert = int(routing.ids[0, 1])
+    weights.s2[expert, 5] = 255
+    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    scratch, out = poisoned(config, tactic.grouped)
+    op.run(plan, weights, z, routing, scratch, out)
+    assert torch.isnan(out[0, 5]) and torch.isfinite(out[0, :5]).all() and torch.isfinite(out[0, 6:]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+def test_gpu_a_captured_graph_follows_new_inputs_and_repeats_bits(tactic: op.Tactic) -> None:
+    config = replace(op.SMALL, tokens=8)
+    weights, z = make_weights(config, "cuda"), make_input(config, "cuda")
+    routing = make_routing(config, "cuda")
+    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    scratch, out = poisoned(config, tactic.grouped)
+    op.run(plan, weights, z, routing, scratch, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.run(plan, weights, z, routing, scratch, out)
+    for seed in (1, 2, 3):
+        fresh, tokens = make_routing(config, "cuda", seed=seed, num_tokens=8 - seed), make_input(config, "cuda", seed=seed)
+        for name in ("ids", "weights", "num_tokens", "offsets", "pairs", "active", "num_active"):
+            getattr(routing, name).copy_(getattr(fresh, name))
+        z.copy_(tokens)
+        results = []
+        for _ in range(2):
+            for buffer in (scratch.hidden, scratch.partial, out):
+                if buffer is not None:
+                    buffer.fill_(torch.nan)
+            graph.replay()
+            results.append(out.clone())
+        assert torch.equal(*results)
+        eager_scratch, eager = poisoned(config, tactic.grouped)
+        op.run(plan, weights, z, routing, eager_scratch, eager)
+        assert torch.equal(results[0], eager)
+        exact = reference.experts(config, weights, z, routing)
+        assert (results[0].double() - exact).abs().max() <= 0.02 * exact.abs().max()
