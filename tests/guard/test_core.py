@@ -65,7 +65,7 @@ def test_a_step_that_never_says_its_path_is_a_violation():
 def test_warm_up_forwards_are_not_steps_once_the_runner_opens_them():
     guard = Guard()
     guard.close_step(Path.STANDARD, PREFILL, None, 1, 1, 0, 0)
-    guard.expect_opens()
+    guard.opens_expected = guard.watching = True
     guard.close_step(Path.STANDARD, PREFILL, None, 1, 1, 0, 0)
     report = guard.report()
     assert report["steps"]["standard"]["steps"] == 1

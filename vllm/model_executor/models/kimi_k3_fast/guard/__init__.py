@@ -10,6 +10,7 @@ from .policy import GuardStop, Policy
 from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
 
 _guard: Guard | None = None
+_opens_expected = False
 
 
 def current() -> Guard:
@@ -17,7 +18,15 @@ def current() -> Guard:
     global _guard
     if _guard is None:
         _guard = Guard()
+        _guard.opens_expected = _opens_expected
     return _guard
+
+
+def expect_opens() -> None:
+    """Say that the patched runner opens every real step: from now on an unopened forward is a warm-up, not a step."""
+    global _opens_expected
+    _opens_expected = True
+    current().opens_expected = True
 
 
 def _forget() -> None:
@@ -47,5 +56,6 @@ __all__ = [
     "WriteSet",
     "configure",
     "current",
+    "expect_opens",
     "graph_name",
 ]

@@ -11,15 +11,20 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..reasons import Reason, Refusal
 from .agreement import Agreement
 from .events import EventLog
+from .ledger import Finding, Ledger
 from .policy import GuardStop, Policy
 from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
 from .totals import SCHEMA, Totals
+
+if TYPE_CHECKING:
+    from .audit import Audit
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,14 @@ class Guard:
         self.policy = policy or Policy()
         self.rank = rank
         self.step = 0  # steps opened
+        self.watching = False  # whether the patched lines of this process report to this guard
+        self.opens_expected = False  # whether a patched runner opens every real step
         self.agreement = Agreement()
+        self.ledger = Ledger()
+        self._audit: Audit | None = None
+        self._fast_steps = 0
+        self._said: set[str] = set()
+        self._inbox: deque[tuple[Reason, dict[str, Any], str]] = deque()  # from other threads
         self._clock = clock
         self._totals = Totals()
         self._pending: dict[tuple, list[int]] = {}
@@ -49,7 +61,6 @@ class Guard:
         self._plans: dict[GraphKey, tuple[str | None, tuple[Refusal, ...]]] = {}
         self._quarantine: set[str] = set()
         self._failing: dict[str, Reason] = {}
-        self._opens_expected = False
         self._next_flush = 0.0
         self._next_summary = 0.0
         self._summed: tuple[int, int, int] = (0, 0, 0)
@@ -81,7 +92,8 @@ class Guard:
         return [{"kind": "carry", "t": self._clock(), "totals": self._totals.carry()}]
 
     def deployment(self, refusals: Sequence[Refusal], facts: Mapping[str, str], mutations: Sequence[Mutation] = ()) -> None:
-        """The verdict on the deployment, with every reason; one log line."""
+        """The verdict on the deployment, with every reason; one log line. From here on the patched lines report."""
+        self.watching = self.policy.mode != "off"
         self._emit(
             "deployment",
             selected=not refusals,
@@ -94,10 +106,6 @@ class Guard:
             logger.warning("Kimi K3 fast path refused: %s. Settings changed: %s.", "; ".join(map(str, refusals)), changed)
         else:
             logger.info("Kimi K3 fast path selected (mode %s). Settings changed: %s.", self.policy.mode, changed)
-
-    def expect_opens(self) -> None:
-        """Say that the patched runner opens every step: from now on an unopened forward is a warm-up, not a step."""
-        self._opens_expected = True
 
     def bind_ranks(self, rank: int, world: int, all_gather: Callable[[list[int]], list[list[int]]]) -> None:
         """Compare decisions over `all_gather` (a host-side collective of equally long lists of integers) from now on."""
@@ -117,6 +125,8 @@ class Guard:
         """A batch was dispatched. A replayed graph closes its own record."""
         if self._open is not None:
             self._unclosed(self._open)
+        if self._inbox:
+            self._read_inbox()
         self.step += 1
         self._open = facts
         if self.agreement.world > 1 and self.policy.agree_every and self.step % self.policy.agree_every == 0:
@@ -151,7 +161,7 @@ class Guard:
         the one that was refused; counts are real rows (no padding)."""
         facts, self._open = self._open, None
         if facts is None:
-            if self._opens_expected:
+            if self.opens_expected and self.watching:
                 self._counts["unscheduled_forwards"] = self._counts.get("unscheduled_forwards", 0) + 1
                 return
             self.step += 1
@@ -166,6 +176,8 @@ class Guard:
         if facts is not None:
             counts[4] += facts.padded_tokens - facts.num_tokens
         self.agreement.add(self.step, self._signatures[kind] + tokens * 0x9E3779B1 + requests)
+        if write_set is not None:
+            self._check_writes(write_set, facts, plan_key, requests, tokens)
         if path is Path.STANDARD and decode_tokens == tokens and self.policy.mode == "require":
             self._require(refusals, facts)
         now = time.monotonic()
@@ -191,6 +203,59 @@ class Guard:
     def abandon_step(self) -> None:
         """Forget the open record: the forward raised, so the step has no path."""
         self._open = None
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def slots_changed(self, changes: Iterable[tuple]) -> None:
+        """The KV manager's changes since the last step, in order: (allocated | shared | freed, request, slots)."""
+        for finding in self.ledger.follow(changes):
+            self._found(finding, None)
+
+    def bind_state(self, generation: int, views: Sequence[StateView]) -> None:
+        """All persistent state that steps may touch, anew at each binding of the caches."""
+        from .audit import Audit
+
+        self._audit = Audit(generation, views)
+        self.ledger.layout({view.group: view.rows_per_slot for view in views if view.rows_per_slot > 1})
+
+    def audit_begin(self) -> None:
+        """Call right before a step that will declare its write-set: takes the digests if this step is sampled."""
+        self._fast_steps += 1
+        every = self.policy.audit_every
+        if every and self._audit is not None and self._fast_steps % every == 0:
+            self._audit.begin()
+
+    def shadow_due(self) -> bool:
+        """Whether the fast step that follows is to be compared with the standard path."""
+        every = self.policy.shadow_every
+        return bool(every) and (self._fast_steps + 1) % every == 0
+
+    def _check_writes(
+        self, write_set: WriteSet, facts: BatchFacts | None, plan_key: str | None, requests: int, tokens: int
+    ) -> None:
+        found = self.ledger.check(write_set, facts.request_ids if facts else ())
+        if self._audit is not None and self._audit.begun:
+            self.count("audited_steps")
+            found += self._audit.end(write_set, requests, tokens, lambda slot: self.ledger.writer.get(slot, ""))
+        for finding in found:
+            self._found(finding, plan_key)
+
+    def _found(self, finding: Finding, plan_key: str | None) -> None:
+        self.violation(finding.reason, {**finding.where, **({"plan_key": plan_key} if plan_key else {})}, finding.detail)
+
+    def post(self, reason: Reason, where: Mapping[str, Any], detail: str = "") -> None:
+        """A violation seen on another thread: recorded with the next step or report."""
+        self._inbox.append((reason, dict(where), detail))
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            self.violation(*self._inbox.popleft())
+
+    def once(self, what: str) -> bool:
+        """True the first time it is asked about `what`."""
+        fresh = what not in self._said
+        self._said.add(what)
+        return fresh
 
     def _require(self, refusals: Sequence[Refusal], facts: BatchFacts | None) -> None:
         refused = [r for r in refusals if r.reason.code not in self.policy.allow]
@@ -277,6 +342,11 @@ class Guard:
         """Move what was counted into the totals and the event file."""
         now = time.monotonic()
         self._next_flush = now + FLUSH_SECONDS
+        self._read_inbox()
+        for name, count in self.ledger.counts.items():
+            if count:
+                self.count(name, count)
+                self.ledger.counts[name] = 0
         if self._pending:
             rows = [
                 [path.value, key, mode, width, sorted({r.reason.code for r in refusals}), *counts]

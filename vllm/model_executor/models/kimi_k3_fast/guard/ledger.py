@@ -1,0 +1,109 @@
+"""Who owns which slot: the worker's copy of the KV manager's truth, and the check of a step's write-set against it.
+
+The engine core sends every change (allocated, shared, freed) with the step that follows it, so that the state here is the one
+that held when the step was scheduled. A block is written only by the request that it was allocated for; a prefix hit makes a
+reader, not a writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ..reasons import Reason
+from .records import WriteSet
+
+NULL_SLOT = 0
+
+
+class Finding(NamedTuple):
+    """A violation to be: the guard adds the step."""
+
+    reason: Reason
+    where: dict[str, Any]
+    detail: str
+
+
+class Ledger:
+    """Owner of every slot that is in use."""
+
+    def __init__(self) -> None:
+        self.writer: dict[int, str] = {}
+        self.counts = {"slots_allocated": 0, "slots_shared": 0, "slots_freed": 0}
+        self.followed = False  # nothing is known before the first change arrives
+        self._rows_per_slot: dict[int, int] = {}
+        self._epochs: dict[str, int] = {}
+        self._checked: tuple | None = None
+
+    def layout(self, rows_per_slot: dict[int, int]) -> None:
+        """Cache rows per slot of each group that is written by row."""
+        self._rows_per_slot = rows_per_slot
+
+    def follow(self, changes: Iterable[tuple[str, str, Sequence[int]]]) -> list[Finding]:
+        """Apply changes in order: (kind, request, slots)."""
+        self.followed = True
+        self._checked = None
+        found: list[Finding] = []
+        for kind, request, slots in changes:
+            self.counts[f"slots_{kind}"] += len(slots)
+            for slot in slots:
+                if kind == "allocated":
+                    found += self._allocate(slot, request)
+                elif kind == "freed":
+                    self.writer.pop(slot, None)
+        return found
+
+    def _allocate(self, slot: int, request: str) -> list[Finding]:
+        where = {"slot": slot, "request": request}
+        if slot == NULL_SLOT:
+            return [Finding(Reason.NULL_BLOCK_WRITTEN, where, "the null block was handed out")]
+        before, self.writer[slot] = self.writer.get(slot), request
+        if before is not None:
+            where["owner"] = before
+            return [Finding(Reason.SLOT_NOT_OWNED, where, "allocated while another request still owns it")]
+        return []
+
+    def check(self, write_set: WriteSet, request_ids: Sequence[str]) -> list[Finding]:
+        """A step's declared writes against the owners. Values on a device are not read: that would wait for it."""
+        found = [*self._backwards(write_set)]
+        if not self.followed or not request_ids:
+            return found
+        declared = {("slots", g): _host(v) for g, v in write_set.slots.items()}
+        declared |= {("rows", g): _host(v) for g, v in write_set.rows.items()}
+        slots = {}
+        for (kind, group), values in declared.items():
+            if values is not None:
+                size = self._rows_per_slot.get(group, 0) if kind == "rows" else 1
+                slots[group] = [value // size for value in values] if size else None
+        state = (tuple(request_ids), tuple((g, tuple(v)) for g, v in slots.items() if v is not None))
+        if state == self._checked:
+            return found
+        for group, values in state[1]:
+            found += self._owned(group, values, state[0])
+        self._checked = None if found else state
+        return found
+
+    def _owned(self, group: int, slots: Sequence[int], requests: Sequence[str]) -> list[Finding]:
+        found = []
+        each = len(slots) // len(requests) if len(slots) % len(requests) == 0 else 0
+        for i, slot in enumerate(slots):
+            request = requests[i // each] if each == 1 else ""
+            where = {"group": group, "slot": slot, "request": request, "owner": self.writer.get(slot, "")}
+            if slot == NULL_SLOT:
+                found.append(Finding(Reason.NULL_BLOCK_WRITTEN, where, "a step declares a write to the null block"))
+            elif (where["owner"] != request) if request else (where["owner"] not in requests):
+                found.append(Finding(Reason.SLOT_NOT_OWNED, where, "a step declares a write to a slot of another owner"))
+        return found
+
+    def _backwards(self, write_set: WriteSet) -> Iterable[Finding]:
+        for name, epoch in write_set.epochs.items():
+            before = self._epochs.get(name, epoch)
+            self._epochs[name] = epoch
+            if epoch < before:
+                yield Finding(Reason.WRITE_OUTSIDE, {"buffer": name}, f"mailbox epoch went back from {before} to {epoch}")
+
+
+def _host(values: Any) -> list[int] | None:
+    if not hasattr(values, "device"):
+        return list(values)
+    return values.tolist() if values.device.type == "cpu" else None

@@ -1,0 +1,216 @@
+"""What the patched lines call. Each call is a few plain values in, and nothing at all when the guard does not watch.
+
+Two kinds of process call in. The engine core knows who owns which slot; what it collects rides on the scheduler's own output
+to every worker, so that ownership and the steps that use it arrive in order. The workers know what was dispatched and what
+the logits look like; what ends a request rides on their output back to the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import guard
+from ..reasons import Reason
+
+if TYPE_CHECKING:
+    import torch
+
+ran: dict[str, int] = {}
+"""How often each hook was called in this process: what shows that a patch has run, not only that it is installed."""
+
+check: Callable[[], None] = lambda: None  # noqa: E731  replaced by the package when patches are applied
+decide: Callable[[Any], bool] = lambda vllm_config: False  # noqa: E731  does this engine serve a model the guard watches?
+
+_SLOTS, _MARKS = "k3fast_slots", "k3fast_marks"
+_CHECK_EVERY = 64
+
+
+def _ran(name: str) -> None:
+    count = ran[name] = ran.get(name, 0) + 1
+    if count % _CHECK_EVERY == 0:
+        check()
+
+
+def active() -> bool:
+    """Whether this process' guard watches the model."""
+    return guard.current().watching
+
+
+# -- patch 1: input preparation (workers) ------------------------------------------------------------------------------
+
+
+def batch_dispatched(
+    mode: str, tokens: tuple[int, int], requests: tuple[int, int | None], uniform: bool, request_ids: Sequence[str]
+) -> None:
+    """A real batch was dispatched. `tokens` and `requests` are (real, padded); `requests` may be padded by None: not at all."""
+    _ran("batch_dispatched")
+    if active():
+        padded = requests[0] if requests[1] is None else requests[1]
+        facts = guard.BatchFacts(mode.lower(), tokens[0], tokens[1], requests[0], padded, uniform, tuple(request_ids))
+        guard.current().open_step(facts)
+
+
+# -- patch 2: KV manager (engine core, and its receiving end in the workers) -------------------------------------------
+
+_outbox: list[tuple] = []
+_owner = ""
+_owner_of: dict[int, str] = {}  # block -> the request it was last allocated for
+_null = 0
+
+
+def engine_starts(vllm_config: Any) -> None:
+    """The scheduler of this process begins: decide whether its blocks are followed."""
+    global _owner
+    _outbox.clear()
+    _owner_of.clear()
+    _owner = ""
+    if decide(vllm_config):
+        guard.current().watching = True
+
+
+def null_block(block: int) -> None:
+    """A block pool was made; `block` stands for no block at all."""
+    global _null
+    _null = block
+
+
+def owner(request_id: str) -> None:
+    """Blocks that change hands from here on do so for this request."""
+    global _owner
+    _owner = request_id
+
+
+def blocks_allocated(blocks: Sequence[Any]) -> None:
+    """The pool handed out blocks, to be written by the current owner."""
+    _ran("blocks_allocated")
+    if active() and blocks:
+        ids = [block.block_id for block in blocks]
+        _outbox.append(("allocated", _owner, ids))
+        _owner_of.update(dict.fromkeys(ids, _owner))
+
+
+def blocks_shared(blocks: Sequence[Any]) -> None:
+    """A prefix-cache hit: the current owner may read these blocks."""
+    if active() and blocks:
+        ids = [block.block_id for block in blocks if not block.is_null]
+        if ids:
+            _outbox.append(("shared", _owner, ids))
+
+
+def blocks_freed(*groups: Sequence[Any]) -> None:
+    """Nobody holds these blocks any more."""
+    if active():
+        ids = [block.block_id for group in groups for block in group]
+        if ids:
+            _outbox.append(("freed", "", ids))
+
+
+def scheduled(scheduler_output: Any) -> None:
+    """A step was scheduled: hand everything collected to the workers on it."""
+    global _outbox
+    _ran("scheduled")
+    if active() and _outbox:
+        setattr(scheduler_output, _SLOTS, _outbox)
+        _outbox = []
+
+
+def step_received(scheduler_output: Any) -> None:
+    """A worker got a scheduled step: follow what happened to the slots before it runs."""
+    _ran("step_received")
+    changes = getattr(scheduler_output, _SLOTS, None)
+    if changes and active():
+        guard.current().slots_changed(changes)
+
+
+# -- patch 3: sampler (workers), and ending requests (engine core) -----------------------------------------------------
+
+
+def rows_not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """[rows, vocabulary] -> [rows] int32: 1 where the row holds NaN, +inf, or nothing above -inf.
+
+    The maximum is finite exactly in the other cases: NaN passes through it, and rows that a grammar masks with -inf keep one.
+    """
+    import torch
+
+    _ran("logits_checked")
+    return (~torch.isfinite(logits.amax(dim=-1))).to(torch.int32)
+
+
+def begin_check(
+    logits: torch.Tensor | None,
+    request_ids: Sequence[str],
+    drafts: Mapping[str, Sequence[int]],
+    asynchronous: bool,
+    otherwise: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Start looking for rows that are not finite, by request; `otherwise` is what vLLM itself would carry.
+
+    Under asynchronous scheduling the device tensor returned here rides vLLM's own output copy. Else it is copied to
+    pinned memory without blocking, on the stream whose next transfer (the sampled tokens) vLLM waits for anyway.
+    """
+    import torch
+
+    _ran("logits_checked")
+    if not active() or logits is None:
+        return otherwise
+    bad = rows_not_finite(logits)
+    if bad.shape[0] != len(request_ids):
+        rows = [1 + len(drafts.get(request, ())) for request in request_ids]
+        ends = torch.tensor([0, *rows]).cumsum(0)
+        bad = per_request(bad, ends.to(bad.device, non_blocking=True))
+    if asynchronous or bad.device.type == "cpu":
+        return bad
+    return torch.empty(bad.shape, dtype=bad.dtype, pin_memory=True).copy_(bad, non_blocking=True)
+
+
+def per_request(bad: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
+    """Rows [rows] -> requests [requests], by the running number of rows `ends` [requests + 1] (first 0)."""
+    import torch
+
+    if bad is None or not active() or bad.shape[0] == ends.shape[0] - 1:
+        return bad
+    sums = torch.cat((bad.new_zeros(1), bad.cumsum(0, dtype=bad.dtype)))
+    return sums[ends[1:].long()] - sums[ends[:-1].long()]
+
+
+def end_check(bad: torch.Tensor | None, request_ids: Sequence[str], otherwise: dict[str, int]) -> dict[str, int]:
+    """After vLLM's transfer of the sampled tokens: what `begin_check` started, by request."""
+    if bad is None or not active():
+        return otherwise
+    return dict(zip(request_ids, bad.tolist(), strict=True))
+
+
+def mark(output: Any, asynchronous: bool = True) -> None:
+    """Attach to a worker's output the requests that mode `require` ends. Its presence says that this worker's guard watches."""
+    _ran("mark")
+    if active():
+        failing = guard.current().take_failing()
+        setattr(output, _MARKS, {request: reason.code for request, reason in failing.items()})
+        if not asynchronous:
+            output_ready(output)
+
+
+def output_ready(output: Any) -> None:
+    """The worker's output is complete on the host: count the requests whose logits were not finite."""
+    if active() and output.num_nans_in_logits:
+        for request, bad in output.num_nans_in_logits.items():
+            if bad:
+                guard.current().post(Reason.NON_FINITE, {"request": request})
+
+
+def must_end(output: Any, request_id: str) -> str | None:
+    """The reason code for which the scheduler has to end this request with an error, if any."""
+    marks = getattr(output, _MARKS, None)
+    if marks is None:
+        return None
+    if output.num_nans_in_logits and output.num_nans_in_logits.get(request_id):
+        return Reason.NON_FINITE.code
+    return marks.get(request_id)
+
+
+def forget_blocks(manager: Any, request_id: str) -> None:
+    """Take every block that this request filled, freed ones too, out of the prefix cache."""
+    held = {block for blocks in manager.get_block_ids(request_id) for block in blocks}
+    filled = {block for block, request in _owner_of.items() if request == request_id}
+    manager.evict_blocks((held | filled) - {_null})
