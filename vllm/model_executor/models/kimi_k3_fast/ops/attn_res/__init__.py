@@ -1,0 +1,136 @@
+"""`attn_res`: K3's replacement of the residual stream, with the RMSNorm that follows it. One launch.
+
+    prefix <- bf(prefix + delta)                           if the previous MLP's output is pending
+    blocks[write] <- prefix                                if this layer closes a block
+    logit_j = rsqrt(mean(s_j^2) + eps) <s_j, score>        for the closed blocks 0..prev-1 and the prefix; score = norm weight * projection row
+    out = bf(RMSNorm(sum_j softmax_j(logit) s_j))          or without the norm, at the end of the model
+
+All in fp32 between the bf. With prev = 0 the mixture is the prefix itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...reasons import Reason, Refusal
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
+
+
+@dataclass(frozen=True)
+class Config:
+    """`rows`: rows of the buffers `blocks` and `prefix` (the largest batch), `prev`: closed blocks mixed in, `write`: block to close, or -1.
+
+    `blocks`: thread blocks of a token's cluster.
+    """
+
+    tokens: int
+    columns: int
+    prev: int
+    has_delta: bool
+    write: int = -1
+    normalise: bool = True
+    eps: float = 1e-5
+    closed: int = 8  # blocks the buffer can hold
+    rows: int = 64
+    blocks: int = 4
+
+    @property
+    def share(self) -> int:
+        """Columns of one thread block."""
+        return self.columns // self.blocks
+
+    @property
+    def warps(self) -> int:
+        return -(-self.share // 256)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def pitch(self) -> int:
+        """fp32 places for the blocks' contributions to one sum, in whole 16 bytes."""
+        return -(-self.blocks // 4) * 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: one kernel."""
+
+    config: Config
+    arch: str
+    spec: KernelSpec
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"attn_res {c.tokens}x{c.columns} sources {c.prev + 1} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads"
+
+
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this shape on this architecture, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"attn_res: expected one of {', '.join(ARCHS)}, found {arch}")
+    c = config
+    checks = (
+        (1 <= c.tokens <= c.rows, f"1 to {c.rows} tokens, found {c.tokens}"),
+        (1 <= c.blocks <= 8, f"a cluster of 1 to 8 blocks, found {c.blocks}"),
+        (c.columns % (8 * c.blocks) == 0, f"columns in multiples of {8 * c.blocks}, found {c.columns}"),
+        (c.threads <= 1024, f"at most 8192 columns for a block, found {c.share}"),
+        (0 <= c.prev <= c.closed <= 15, f"0 <= prev <= closed <= 15, found {c.prev} and {c.closed}"),
+        (-1 <= c.write < c.closed, f"a block to close below {c.closed}, found {c.write}"),
+        (c.write < 0 or c.write >= c.prev, f"a block to close that is not mixed in, found {c.write} with {c.prev} sources"),
+    )
+    failed = [text for holds, text in checks if not holds]
+    return Refusal(Reason.OP_SHAPE, f"attn_res: expected {failed[0]}") if failed else None
+
+
+def spec(config: Config) -> KernelSpec:
+    shape = (config.rows, config.columns)
+    params = (
+        Param("score", "f32", (config.columns,), STATIC),
+        Param("norm", "bf16", (config.columns,), STATIC),
+        Param("delta", "bf16", (config.tokens, config.columns), ACTIVATION),
+        Param("blocks", "bf16", (config.closed, *shape), STATE),
+        Param("prefix", "bf16", shape, STATE),
+        Param("out", "bf16", (config.tokens, config.columns), OUTPUT),
+    )
+    return KernelSpec("bf16_attn_res", "attn_res", config, f"{__name__}.cute:bf16_attn_res", params)
+
+
+def plan(config: Config, arch: str) -> Plan:
+    """Raises ValueError where `unavailable_reason` has one."""
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    return Plan(config, arch, spec(config))
+
+
+def compiled(plan: Plan) -> Compiled:
+    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
+    return get(plan.spec, plan.arch)
+
+
+def run(
+    plan: Plan,
+    score: torch.Tensor,
+    norm: torch.Tensor,
+    delta: torch.Tensor,
+    blocks: torch.Tensor,
+    prefix: torch.Tensor,
+    out: torch.Tensor,
+    stream: int | None = None,
+) -> None:
+    """score [D] fp32, norm [D] bf16, delta [T, D] bf16, blocks [closed, rows, D] and prefix [rows, D] bf16 (updated) -> out [T, D] bf16.
+
+    Without a pending delta or without the norm, any tensor of the right shape stands in; it is not read.
+    """
+    compiled(plan)(score, norm, delta, blocks, prefix, out, stream=stream)
+
+
+def specs() -> list[KernelSpec]:
+    """The served forms (embedding, inside a block, closing a block, end of the model) and a small one."""
+    wide = [(0, False, 0, True), (1, True, -1, True), (8, True, -1, True), (7, True, 7, True), (8, True, -1, False)]
+    served = [Config(t, 7168, prev, delta, write, norm) for prev, delta, write, norm in wide for t in (1, 8)]
+    return [spec(config) for config in [Config(3, 256, 2, True, 2, closed=3, rows=4, blocks=2), *served]]

@@ -1,0 +1,307 @@
+"""The skinny matmul on the tensor core, weights from global memory straight into registers. `ops/skinny.py` explains the geometry.
+
+A kernel uses it in this order, so that the weights' stream starts before the kernel may read anything else:
+
+    block = Block(shape, rows, [w.early(), ...])     # who am I, which rows; issues the first loads of weights
+    token = dependency_wait()
+    block.stage(0, x.after(token))                   # the activation into shared memory
+    block.multiply(0)                                # through a part of K; the ring of loads runs on into the next part
+    block.reduce(emit)                               # over warps and the cluster; emit(token, row, value, predicate) stores
+
+Registers are Python lists of scalars: everything is unrolled while tracing, so an index into the ring is a register, not memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, min
+from cutlass.cutlass_dsl import select_
+from cutlass.memory import SmemAllocator
+
+from ..skinny import TILE, UNIT, Shape, ceil_div
+from .ptx import cluster_barrier, copy_async, load_shared, mma_bf16, peer_f32, store_shared
+from .reduce import warp_sum
+from .vectors import Words, load_words, load_words_streaming, pack_bf16, unpack_bf16
+
+
+@dataclass
+class Rows:
+    """The rows of one group. `pair` > 0: row r of a tile's second half lies `pair` rows after row r of its first half (gate and up)."""
+
+    first: Any
+    last: Any  # exclusive
+    pair: int = 0
+
+    @property
+    def per_tile(self) -> int:
+        return TILE // 2 if self.pair else TILE
+
+
+def even_share(total: int, groups: int, group: Any) -> tuple[Any, Any]:
+    """[first, last) of `group` when `total` rows are dealt as evenly as possible."""
+    return group * total // groups, (group + 1) * total // groups
+
+
+class Block:
+    """One thread's part in the block's work. See the module head for the order of calls."""
+
+    def __init__(self, shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        self.shape, self.tactic, self.rows, self.rank, self.smem = shape, shape.tactic, rows, rank, smem
+        self.thread = thread
+        self.lane, self.warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
+        self.row_warp, self.k_warp = self.warp // self.tactic.k_warps, self.warp % self.tactic.k_warps
+        self.quad, self.slot = self.lane // 4, self.lane % 4  # row within 8; which 16 bytes of 64
+        self.acc = [[[Float32(0.0)] * 4 for _ in range(shape.padded_tokens // 8)] for _ in range(self.tactic.tiles)]
+        self.bases = [[self._row_bases(w, part, tile) for tile in range(self.tactic.tiles)] for w, part in zip(weights, shape.parts, strict=True)]
+        self.order = [(p, j, m) for p, part in enumerate(shape.parts) for j in range(part.steps) for m in range(self.tactic.tiles)]
+        self.ring: list[Any] = [None] * len(self.order)
+        self.issued = 0
+        self._issue(self.tactic.depth)
+
+    # -- weights ----------------------------------------------------------------------------------------------------------------------------
+
+    def _row_bases(self, weight: Any, part: Any, tile: int) -> list[Any]:
+        """Where this lane starts in its two rows of a tile. Rows past the share are its last row again: the same line, no extra traffic."""
+        k = weight.shape[1]
+        index = self.rows.first + (self.row_warp * self.tactic.tiles + tile) * self.rows.per_tile + self.quad
+        last = self.rows.last - 1
+        half = self.rows.pair or TILE // 2
+        rows = [min(index, last), min(index, last) + half] if self.rows.pair else [min(index, last), min(index + half, last)]
+        return [weight.iterator + (row * k + self.slot * 8) for row in rows]
+
+    def _unit(self, p: int, j: int) -> Any:
+        """Column unit of step `j`; a padding unit reads the last one again and meets zeros in the activation."""
+        part = self.shape.parts[p]
+        unit = self.rank * part.share + self.k_warp + j * self.tactic.k_warps
+        ragged = (j + 1) * self.tactic.k_warps > part.share or self.tactic.splits * part.share > part.units
+        return min(unit, part.units - 1) if ragged else unit
+
+    def _issue(self, upto: int) -> None:
+        """Start the loads of every (tile, unit) pair before `upto` that has not been started."""
+        while self.issued < min_int(upto, len(self.order)):
+            p, j, m = self.order[self.issued]
+            column = self._unit(p, j) * UNIT
+            self.ring[self.issued] = [[load_words_streaming(base + column + h * 32) for h in (0, 1)] for base in self.bases[p][m]]
+            self.issued += 1
+
+    # -- activation ---------------------------------------------------------------------------------------------------------------------------
+
+    def _first_step(self, p: int) -> int:
+        return sum(part.steps for part in self.shape.parts[:p])
+
+    def columns(self, p: int, j: int) -> tuple[Any, Any]:
+        """(column in global memory, bytes to copy) of this warp's unit at step `j`: 0 bytes for padding."""
+        part = self.shape.parts[p]
+        local = self.k_warp + j * self.tactic.k_warps
+        real = (local < part.share) & (self.rank * part.share + local < part.units)
+        return self._unit(p, j) * UNIT, Int32(real) * 16
+
+    def target(self, p: int, j: int, token: Any, chunk: Any) -> Any:
+        """Shared-memory address of 16 bytes of the activation."""
+        slot = (self._first_step(p) + j) * self.tactic.k_warps + self.k_warp
+        return self.smem.activation + (token * self.shape.pitch + slot * UNIT + chunk * 8)
+
+    def pieces(self) -> list[tuple[Any, Any, Any]]:
+        """(token, chunk, predicate) of each 16 bytes of a unit that this lane moves. Row warps share the tokens of their common units."""
+        lanes, tokens = 32 * self.tactic.row_warps, self.shape.tokens
+        pieces = []
+        for i in range(ceil_div(tokens * 8, lanes)):
+            index = self.row_warp * 32 + self.lane + i * lanes
+            pieces.append((index // 8, index % 8, None if (i + 1) * lanes <= tokens * 8 else index < tokens * 8))
+        return pieces
+
+    def stage(self, p: int, x: Any) -> None:
+        """Start copying part `p` of the activation x [T, columns]; each step is one asynchronous group."""
+        for j in range(self.shape.parts[p].steps):
+            column, wanted = self.columns(p, j)
+            for token, chunk, inside in self.pieces():
+                source = x.iterator + (token * x.stride[0] + column + chunk * 8)
+                copy_async(self.target(p, j, token, chunk), source, wanted, inside)
+            cute.arch.cp_async_commit_group()
+
+    def stage_normalised(self, p: int, x: Any, weight: list[Words]) -> None:
+        """Part `p` as bf(x * weight), and the sums of squares of x, to shared memory. The factor rsqrt(mean + eps) is one per token and
+        commutes with the product: `scale` applies it afterwards, so nothing waits for a reduction. Ends with a barrier of the block."""
+        squares = [Float32(0.0) for _ in self.pieces()]
+        for j in range(self.shape.parts[p].steps):
+            column, wanted = self.columns(p, j)
+            factors = [f for word in weight[j] for f in unpack_bf16(word)]
+            for i, (token, chunk, inside) in enumerate(self.pieces()):
+                at = token if inside is None else min(token, self.shape.tokens - 1)
+                values = [select_(wanted != 0, v, Float32(0.0)) for v in load_eight(x, at, column + chunk * 8)]
+                for v in values:
+                    squares[i] = squares[i] + v * v
+                scaled = [v * f for v, f in zip(values, factors, strict=True)]
+                words = tuple(pack_bf16(a, b) for a, b in zip(scaled[0::2], scaled[1::2], strict=True))
+                store_shared(self.target(p, j, token, chunk), words, inside)
+        for (token, _, inside), square in zip(self.pieces(), squares, strict=True):
+            at = token if inside is None else min(token, 63)
+            self.smem.squares[self.k_warp * 64 + at] = warp_sum(square, 8)
+        cute.arch.sync_threads()
+
+    def norm_words(self, p: int, weight: Any) -> list[Words]:
+        """This lane's 16 bytes of a norm weight at every step of part `p`."""
+        return [load_words(weight.iterator + (self._unit(p, j) * UNIT + self.lane % 8 * 8)) for j in range(self.shape.parts[p].steps)]
+
+    def inverse_rms(self, eps: float, columns: int) -> Callable[[int, int], Any]:
+        """factor(n, c) for `scale`: rsqrt(mean(x^2) + eps) of token 8n + 2 slot + c. In a cluster, its blocks meet here."""
+        if self.tactic.splits > 1:
+            cluster_barrier()
+
+        def factor(n: int, c: int) -> Any:
+            token, total = n * 8 + self.slot * 2 + c, Float32(0.0)
+            for rank in range(self.tactic.splits):
+                for warp in range(self.tactic.k_warps):
+                    at = warp * 64 + token
+                    total = total + (self.smem.squares[at] if self.tactic.splits == 1 else peer_f32(self.smem.squares.iterator + at, rank))
+            return cute.math.rsqrt(total / Float32(columns) + Float32(eps))
+
+        return factor
+
+    # -- product ------------------------------------------------------------------------------------------------------------------------------
+
+    def multiply(self, p: int, pending: int = 0, staged: bool = False) -> None:
+        """acc += weights of part `p` times its activation. `pending`: asynchronous groups started after this part's.
+
+        `staged`: the activation is in shared memory already and all who wrote it have met.
+        """
+        steps = self.shape.parts[p].steps
+        together = self.tactic.row_warps > 1  # several warps filled what one reads
+        if together and not staged:
+            cute.arch.cp_async_wait_group(pending)
+            cute.arch.sync_threads()
+        for j in range(steps):
+            if not together and not staged:
+                cute.arch.cp_async_wait_group(pending + steps - 1 - j)
+                cute.arch.sync_warp()
+            self._step(p, j)
+
+    def _step(self, p: int, j: int) -> None:
+        at = (self._first_step(p) + j) * self.tactic.tiles
+        groups = range(self.shape.padded_tokens // 8)
+        held = {n: self._activation(p, j, n) for n in groups} if len(groups) <= 2 else {}
+        if held:  # few tokens: their operand stays in registers, and a tile's slot in the ring is free as soon as it is used
+            for m in range(self.tactic.tiles):
+                for n in groups:
+                    self._tile(at + m, m, n, held[n])
+                self._issue(at + m + 1 + self.tactic.depth)
+        else:
+            for n in groups:
+                operand = self._activation(p, j, n)
+                for m in range(self.tactic.tiles):
+                    self._tile(at + m, m, n, operand)
+            self._issue(at + self.tactic.tiles + self.tactic.depth)
+
+    def _activation(self, p: int, j: int, n: int) -> list[Words]:
+        """This lane's 2 x 16 bytes of token 8n + quad; tokens past the batch repeat the last one and their sums are not stored."""
+        token = min(n * 8 + self.quad, self.shape.tokens - 1) if self.shape.tokens < n * 8 + 8 else n * 8 + self.quad
+        return [load_shared(self.target(p, j, token, self.slot + 4 * h)) for h in (0, 1)]
+
+    def _tile(self, at: int, m: int, n: int, operand: list[Words]) -> None:
+        top, bottom = self.ring[at]
+        for h in (0, 1):
+            for s in (0, 2):
+                a = (top[h][s], bottom[h][s], top[h][s + 1], bottom[h][s + 1])
+                mma_bf16(self.acc[m][n], a, operand[h][s], operand[h][s + 1])
+
+    def scale(self, factor: Callable[[int, int], Any]) -> None:
+        """acc *= factor(n, c) for the token 8n + 2 slot + c of each accumulator column."""
+        for n in range(self.shape.padded_tokens // 8):
+            columns = [factor(n, c) for c in (0, 1)]
+            for tile in self.acc:
+                tile[n] = [value * columns[i % 2] for i, value in enumerate(tile[n])]
+
+    # -- sums ---------------------------------------------------------------------------------------------------------------------------------
+
+    def reduce(self, emit: Callable[[Any, Any, Callable[[Any], Any], Any], None]) -> None:
+        """Sum over the block's k warps, then over the cluster, both in order of rank, and hand each output of this block to `emit`.
+
+        emit(token, row, value, predicate): `row` counts from the group's first row; `value(row)` gives the sum of any row of the same tile.
+        """
+        cute.arch.sync_threads()  # the partial sums take the place of the activation
+        self._publish()
+        cute.arch.sync_threads()
+        if self.tactic.splits == 1:
+            self._outputs(emit, lambda token, row: self._over_warps(token, row), 0)
+            return
+        if self.tactic.k_warps > 1:
+            self._combine()
+        cluster_barrier()
+        self._outputs(emit, self._over_cluster, self.rank)
+        cluster_barrier()  # a block's shared memory lives until its peers have read it
+
+    def _publish(self) -> None:
+        """This warp's accumulators to shared memory: partials[k_warp, token, row]."""
+        for m, tile in enumerate(self.acc):
+            row = (self.row_warp * self.tactic.tiles + m) * TILE + self.quad
+            for n, values in enumerate(tile):
+                for i, value in enumerate(values):
+                    token = n * 8 + self.slot * 2 + i % 2
+                    at = self.k_warp * self.shape.partial_floats + token * self.shape.partial_pitch + row + 8 * (i // 2)
+                    self.smem.partials[at] = value
+
+    def _over_warps(self, token: Any, row: Any) -> Any:
+        at = token * self.shape.partial_pitch + row
+        total = self.smem.partials[at]
+        for warp in range(1, self.tactic.k_warps):
+            total = total + self.smem.partials[at + warp * self.shape.partial_floats]
+        return total
+
+    def _combine(self) -> None:
+        """sums[token, row] over this block's warps, for the peers to read."""
+        count, threads = self.shape.tokens * self.tactic.rows, self.tactic.threads
+        for i in range(ceil_div(count, threads)):
+            index = min(self.thread + i * threads, count - 1)  # threads past the end write the last value once more
+            token, row = index // self.tactic.rows, index % self.tactic.rows
+            self.smem.sums[token * self.shape.partial_pitch + row] = self._over_warps(token, row)
+
+    def _over_cluster(self, token: Any, row: Any) -> Any:
+        where = self.smem.sums.iterator + (token * self.shape.partial_pitch + row)
+        total = peer_f32(where, 0)
+        for rank in range(1, self.tactic.splits):
+            total = total + peer_f32(where, rank)
+        return total
+
+    def _outputs(self, emit: Callable[..., None], value: Callable[[Any, Any], Any], rank: Any) -> None:
+        """Deal the block's (or, in a cluster, the group's) outputs to threads: neighbours write neighbouring rows."""
+        per_tile = self.rows.per_tile
+        rows = self.tactic.rows // TILE * per_tile
+        count, threads = self.shape.tokens * rows, self.tactic.threads * self.tactic.splits
+        for i in range(ceil_div(count, threads)):
+            raw = self.thread + rank * self.tactic.threads + i * threads
+            index = min(raw, count - 1)
+            token, row = index // rows, index % rows
+            inside = (raw < count) & (self.rows.first + row < self.rows.last)
+            tile_row = row // per_tile * TILE + row % per_tile
+            emit(token, self.rows.first + row, lambda half, t=token, r=tile_row: value(t, r + half * (TILE // 2)), inside)
+
+
+def load_eight(x: Any, token: Any, column: Any) -> list[Any]:
+    """Eight neighbouring values of x [T, columns], bf16 or fp32, as fp32."""
+    pointer = x.iterator + (token * x.stride[0] + column)
+    if x.element_type is BFloat16:
+        return [value for word in load_words(pointer) for value in unpack_bf16(word)]
+    return [word.bitcast(Float32) for half in (0, 4) for word in load_words(pointer + half)]
+
+
+class Smem:
+    """Shared memory of a block: the activation and, once it is used up, in its place the warps' partial sums; the block's own sums if a
+    cluster adds them up; sums of squares for a norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        allocator, tactic = SmemAllocator(), shape.tactic
+        both = allocator.allocate_array(Float32, shape.shared_floats, byte_alignment=16)
+        self.activation = cute.recast_ptr(both, dtype=BFloat16)
+        self.partials = cute.make_tensor(both, cute.make_layout(shape.partial_floats * tactic.k_warps))
+        two_levels = tactic.splits > 1 and tactic.k_warps > 1
+        self.squares = allocator.allocate_tensor(Float32, cute.make_layout(64 * tactic.k_warps), byte_alignment=16)
+        self.sums = allocator.allocate_tensor(Float32, cute.make_layout(shape.partial_floats), byte_alignment=16) if two_levels else self.partials
+
+
+def min_int(a: int, b: int) -> int:
+    return a if a < b else b

@@ -1,0 +1,189 @@
+"""`moe_front`: everything that reads the MoE input m [T, D], and the choice of experts.
+
+Kernel 1, one matmul over three matrices that stay where the checkpoint loader put them: router logits (fp32), the latent z = m Wdown^T (bf16) and
+the shared experts' hidden = SiTU(gate, up) (bf16). Each group of blocks works on one matrix; the groups are dealt so that every block reads the
+same number of bytes. A rank that owns only some rows of the router and of the down-projection passes those rows.
+Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id), renormalised weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...reasons import Reason, Refusal
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..skinny import Shape, Tactic, ceil_div, default_tactic
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows of the three matrices on this rank: `experts`, `latent`, and 2 x `shared` (gate rows first); `columns` is D."""
+
+    tokens: int
+    columns: int
+    experts: int
+    latent: int
+    shared: int
+    beta: float = 4.0
+    linear_beta: float | None = 25.0
+    tactic: Tactic | None = None
+    resident: int = 1  # blocks an SM must be able to hold: bounds the registers
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        return self.experts, self.latent, 2 * self.shared
+
+    @property
+    def groups(self) -> tuple[int, int, int]:
+        """Groups for each matrix."""
+        return deal(self.rows, self.shape.tactic.groups)
+
+    @property
+    def shape(self) -> Shape:
+        """The geometry of a block; the same for all three matrices."""
+        return Shape(self.tokens, (self.columns,), self.tactic or self._default())
+
+    def _default(self) -> Tactic:
+        tactic = default_tactic(sum(self.rows), (self.columns,), self.tokens)
+        groups = max(3, tactic.groups)
+        held = ceil_div(max(ceil_div(r, g) for r, g in zip(self.rows, deal(self.rows, groups), strict=True)), 16)
+        while tactic.row_warps * tactic.tiles < held:  # dealing whole groups to matrices leaves some with a tile more
+            tactic = replace(tactic, row_warps=tactic.row_warps + 1) if tactic.tiles >= 4 else replace(tactic, tiles=tactic.tiles + 1)
+        return replace(tactic, groups=groups)
+
+
+def deal(rows: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Groups for each matrix: at least one each, the next always to the matrix whose groups hold most rows."""
+    dealt = [1] * len(rows)
+    for _ in range(groups - len(rows)):
+        fullest = max(range(len(rows)), key=lambda i: rows[i] / dealt[i])
+        dealt[fullest] += 1
+    return tuple(dealt)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: one kernel."""
+
+    config: Config
+    arch: str
+    spec: KernelSpec
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"moe_front {c.tokens}x{c.columns} rows {c.rows} groups {c.groups} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
+
+
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this shape on this architecture, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"moe_front: expected one of {', '.join(ARCHS)}, found {arch}")
+    problem = config.shape.problem()
+    for rows, groups in zip(config.rows, config.groups, strict=True):
+        problem = problem or replace(config.shape, tactic=replace(config.shape.tactic, groups=groups)).uncovered(rows)
+    return Refusal(Reason.OP_SHAPE, f"moe_front: {problem}") if problem else None
+
+
+def spec(config: Config) -> KernelSpec:
+    t, k = config.tokens, config.columns
+    params = (
+        Param("router", "bf16", (config.experts, k), STATIC),
+        Param("down", "bf16", (config.latent, k), STATIC),
+        Param("gate_up", "bf16", (2 * config.shared, k), STATIC),
+        Param("x", "bf16", (t, k), ACTIVATION),
+        Param("logits", "f32", (t, config.experts), OUTPUT),
+        Param("z", "bf16", (t, config.latent), OUTPUT),
+        Param("hidden", "bf16", (t, config.shared), OUTPUT),
+    )
+    return KernelSpec("bf16_front_skinny", "moe_front", config, f"{__name__}.cute:bf16_front_skinny", params)
+
+
+def plan(config: Config, arch: str) -> Plan:
+    """Raises ValueError where `unavailable_reason` has one."""
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    return Plan(config, arch, spec(config))
+
+
+def compiled(plan: Plan) -> Compiled:
+    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
+    return get(plan.spec, plan.arch)
+
+
+def run(
+    plan: Plan,
+    m: torch.Tensor,
+    router: torch.Tensor,
+    down: torch.Tensor,
+    gate_up: torch.Tensor,
+    logits: torch.Tensor,
+    z: torch.Tensor,
+    hidden: torch.Tensor,
+    stream: int | None = None,
+) -> None:
+    """m [T, D], router [E, D], down [L, D], gate_up [2S, D] -> logits [T, E] fp32, z [T, L] bf16, hidden [T, S] bf16, overwritten."""
+    compiled(plan)(router, down, gate_up, m, logits, z, hidden, stream=stream)
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    """Choice of `top_k` of `experts` experts for each of `tokens` tokens."""
+
+    tokens: int
+    experts: int = 896
+    top_k: int = 16
+    renormalise: bool = True
+    scaling: float = 1.0
+
+
+def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
+    """Why there is no top-k kernel for this shape on this architecture, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"topk: expected one of {', '.join(ARCHS)}, found {arch}")
+    if not (1 <= config.top_k <= min(32, config.experts) and config.experts <= 1024):
+        return Refusal(Reason.OP_SHAPE, f"topk: expected at most 32 of at most 1024 experts, found {config.top_k} of {config.experts}")
+    return None
+
+
+def topk_spec(config: TopkConfig) -> KernelSpec:
+    params = (
+        Param("bias", "f32", (config.experts,), STATIC),
+        Param("logits", "f32", (config.tokens, config.experts), ACTIVATION),
+        Param("ids", "i32", (config.tokens, config.top_k), OUTPUT),
+        Param("weights", "f32", (config.tokens, config.top_k), OUTPUT),
+    )
+    return KernelSpec("topk", "moe_front", config, f"{__name__}.cute:topk", params)
+
+
+@dataclass(frozen=True)
+class TopkPlan:
+    """What will run: one kernel."""
+
+    config: TopkConfig
+    arch: str
+    spec: KernelSpec
+
+
+def topk_plan(config: TopkConfig, arch: str) -> TopkPlan:
+    """Raises ValueError where `topk_unavailable_reason` has one."""
+    refusal = topk_unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    return TopkPlan(config, arch, topk_spec(config))
+
+
+def run_topk(
+    plan: TopkPlan, logits: torch.Tensor, bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, stream: int | None = None
+) -> None:
+    """logits [T, E] fp32, bias [E] fp32 -> ids [T, k] int32 in order of choice, weights [T, k] fp32; overwritten."""
+    get(plan.spec, plan.arch)(bias, logits, ids, weights, stream=stream)
+
+
+def specs() -> list[KernelSpec]:
+    """The served shapes (one rank of TP8 and of TP16, all rows of router and down) and a small one."""
+    served = [Config(t, 7168, 896, 3584, shared) for shared in (768, 384) for t in (1, 8, 64)]
+    choices = [topk_spec(TopkConfig(t)) for t in (1, 8, 64)] + [topk_spec(TopkConfig(3, 48, 4))]
+    return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served]] + choices

@@ -1,0 +1,105 @@
+"""`moe_tail`: delta = RMSNorm(r) Wup^T + hidden Wdown^T, the end of a LatentMoE layer on one rank.
+
+r [T, L] is the experts' weighted sum in the latent space (already reduced over ranks), hidden [T, S] the shared experts' activation. Both
+products add into the same rows, so they are one matmul over K = L + S: one launch reads both matrices, and the sum is rounded once. The norm's
+factor is one number per token and is applied between the two parts. With tensor parallelism the up-projection may be a shard of rows or a
+share of K; the caller passes what this rank owns, and reduces delta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...reasons import Reason, Refusal
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..skinny import Shape, Tactic, default_tactic
+
+
+@dataclass(frozen=True)
+class Config:
+    """`rows`: D of the matrices here; `latent`: L; `shared`: S of this rank. `r_dtype`: "bf16" or "f32"."""
+
+    tokens: int
+    rows: int
+    latent: int
+    shared: int
+    eps: float = 1e-5
+    r_dtype: str = "bf16"
+    tactic: Tactic | None = None
+    resident: int = 1  # blocks an SM must be able to hold: bounds the registers
+
+    @property
+    def shape(self) -> Shape:
+        columns = (self.latent, self.shared)
+        return Shape(self.tokens, columns, self.tactic or default_tactic(self.rows, columns, self.tokens))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: one kernel."""
+
+    config: Config
+    arch: str
+    spec: KernelSpec
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"moe_tail {c.tokens}x{c.rows}x({c.latent}+{c.shared}) {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
+
+
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this shape on this architecture, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"moe_tail: expected one of {', '.join(ARCHS)}, found {arch}")
+    if config.r_dtype not in ("bf16", "f32"):
+        return Refusal(Reason.OP_SHAPE, f"moe_tail: expected r in bf16 or f32, found {config.r_dtype}")
+    problem = config.shape.problem() or config.shape.uncovered(config.rows)
+    return Refusal(Reason.OP_SHAPE, f"moe_tail: {problem}") if problem else None
+
+
+def spec(config: Config) -> KernelSpec:
+    t, d, latent, shared = config.tokens, config.rows, config.latent, config.shared
+    params = (
+        Param("up", "bf16", (d, latent), STATIC),
+        Param("down", "bf16", (d, shared), STATIC),
+        Param("norm", "bf16", (latent,), STATIC),
+        Param("r", config.r_dtype, (t, latent), ACTIVATION),
+        Param("hidden", "bf16", (t, shared), ACTIVATION),
+        Param("delta", "bf16", (t, d), OUTPUT),
+    )
+    return KernelSpec("bf16_norm_skinny", "moe_tail", config, f"{__name__}.cute:bf16_norm_skinny", params)
+
+
+def plan(config: Config, arch: str) -> Plan:
+    """Raises ValueError where `unavailable_reason` has one."""
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    return Plan(config, arch, spec(config))
+
+
+def compiled(plan: Plan) -> Compiled:
+    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
+    return get(plan.spec, plan.arch)
+
+
+def run(
+    plan: Plan,
+    r: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    delta: torch.Tensor,
+    stream: int | None = None,
+) -> None:
+    """r [T, L], hidden [T, S], norm [L], up [D, L], down [D, S] -> delta [T, D] bf16, overwritten."""
+    compiled(plan)(up, down, norm, r, hidden, delta, stream=stream)
+
+
+def specs() -> list[KernelSpec]:
+    """The served shapes (one rank of TP8 and of TP16) and a small one."""
+    served = [Config(t, 7168, 3584, shared) for shared in (768, 384) for t in (1, 8, 64)]
+    return [spec(config) for config in [Config(3, 80, 256, 64), *served]]

@@ -1,0 +1,87 @@
+"""`projection`: y = a W^T for up to 64 tokens, BF16 in, BF16 or FP32 out.
+
+The KDA and MLA input projections and every other matrix that is only multiplied. Weights are static, so they stream before the dependency
+wait; `ops/skinny.py` has the geometry. One launch, no workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...reasons import Reason, Refusal
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..skinny import Shape, Tactic, default_tactic
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes: `tokens` of this (padded) batch, `rows` x `columns` of the weight. `out`: "bf16" or "f32". `tactic`: None for the default."""
+
+    tokens: int
+    rows: int
+    columns: int
+    out: str = "bf16"
+    tactic: Tactic | None = None
+    resident: int = 1  # blocks an SM must be able to hold: bounds the registers
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.tokens, (self.columns,), self.tactic or default_tactic(self.rows, (self.columns,), self.tokens))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: one kernel."""
+
+    config: Config
+    arch: str
+    spec: KernelSpec
+
+    def __str__(self) -> str:
+        t = self.config.shape.tactic
+        return f"projection {self.config.tokens}x{self.config.rows}x{self.config.columns} {self.spec.name} {t}, {self.config.shape.smem_bytes} B shared"
+
+
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this shape on this architecture, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"projection: expected one of {', '.join(ARCHS)}, found {arch}")
+    if config.out not in ("bf16", "f32"):
+        return Refusal(Reason.OP_SHAPE, f"projection: expected an output of bf16 or f32, found {config.out}")
+    problem = config.shape.problem() or config.shape.uncovered(config.rows)
+    return Refusal(Reason.OP_SHAPE, f"projection: {problem}") if problem else None
+
+
+def spec(config: Config) -> KernelSpec:
+    params = (
+        Param("w", "bf16", (config.rows, config.columns), STATIC),
+        Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
+        Param("y", config.out, (config.tokens, config.rows), OUTPUT),
+    )
+    return KernelSpec("bf16_skinny", "projection", config, f"{__name__}.cute:bf16_skinny", params)
+
+
+def plan(config: Config, arch: str) -> Plan:
+    """Raises ValueError where `unavailable_reason` has one."""
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    return Plan(config, arch, spec(config))
+
+
+def compiled(plan: Plan) -> Compiled:
+    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
+    return get(plan.spec, plan.arch)
+
+
+def run(plan: Plan, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stream: int | None = None) -> None:
+    """a [tokens, columns] bf16, weight [rows, columns] bf16 -> out [tokens, rows], overwritten."""
+    compiled(plan)(weight, a, out, stream=stream)
+
+
+def specs() -> list[KernelSpec]:
+    """The served shapes (KDA input projection of one TP8 and one TP16 rank) and a small one."""
+    served = [Config(t, rows, 7168) for rows in (6288, 3216) for t in (1, 8, 64)]
+    return [spec(config) for config in [Config(3, 80, 256), *served]]

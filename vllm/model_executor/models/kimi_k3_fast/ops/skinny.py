@@ -1,0 +1,144 @@
+"""Geometry of the skinny matmul: a few tokens against a large BF16 matrix that is read once, row by row, as fast as memory gives it.
+
+    y[t, n] = sum_k x[t, k] * w[n, k]          x [T, K], w [N, K] row-major, T <= 64
+
+The matrix is the left operand of `mma.m16n8k16` (rows of w are its 16, tokens its 8), so a batch of 1 costs what a batch of 8 does. A lane
+takes 16 contiguous bytes of a row straight from global memory into registers, in the order the tensor core wants (the order of k inside a
+product is free as long as both operands agree). Loads of weights wait for nobody: the first `depth` of them are in flight before the
+dependency wait.
+
+    grid    = groups x splits, the `splits` blocks of a group are one cluster
+    group   = a contiguous share of the rows; shares differ by one row at most, so memory traffic is even
+    split   = a contiguous share of the 64-column units of K; partial sums meet in distributed shared memory, in a fixed order
+    block   = row_warps x k_warps warps; a warp owns `tiles` tiles of 16 rows and every k_warps-th unit
+
+Pure Python: the host half plans with it, the device half traces with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNIT = 64  # columns: one 128-byte line of a row
+TILE = 16  # rows of one tensor-core step
+SMEM_LIMIT = 227 * 1024  # bytes a block may have on sm_90 and sm_100
+REGISTER_FILE = 65536
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """How the work is cut. `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes a lane."""
+
+    groups: int = 132
+    splits: int = 1
+    row_warps: int = 1
+    k_warps: int = 8
+    tiles: int = 3
+    depth: int = 4
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.k_warps
+
+    @property
+    def rows(self) -> int:
+        """Rows one block can hold."""
+        return self.row_warps * self.tiles * TILE
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix along K, as one block sees it: `share` units of a split, `steps` of them for each warp (the last may be padding)."""
+
+    columns: int
+    share: int
+    steps: int
+
+    @property
+    def units(self) -> int:
+        return self.columns // UNIT
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens, the matrices that follow each other along K, and the tactic: what the device half needs to know."""
+
+    tokens: int
+    columns: tuple[int, ...]
+    tactic: Tactic
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        shares = [ceil_div(c // UNIT, self.tactic.splits) for c in self.columns]
+        return tuple(Part(c, s, ceil_div(s, self.tactic.k_warps)) for c, s in zip(self.columns, shares, strict=True))
+
+    @property
+    def steps(self) -> int:
+        return sum(part.steps for part in self.parts)
+
+    @property
+    def padded_tokens(self) -> int:
+        return ceil_div(self.tokens, 8) * 8
+
+    @property
+    def pitch(self) -> int:
+        """bf16 elements between two tokens in shared memory: an odd multiple of 64 bytes, so that eight tokens' reads share no bank."""
+        return self.steps * self.tactic.k_warps * UNIT + 32
+
+    @property
+    def partial_pitch(self) -> int:
+        """fp32 elements between two tokens of a partial sum; 4 modulo 16 keeps a warp's stores on different banks."""
+        return self.tactic.rows + 4
+
+    @property
+    def partial_floats(self) -> int:
+        return self.padded_tokens * self.partial_pitch
+
+    @property
+    def shared_floats(self) -> int:
+        """4-byte words that hold the activation first and the warps' partial sums after it."""
+        return max(ceil_div(self.tokens * self.pitch, 2), self.partial_floats * self.tactic.k_warps)
+
+    @property
+    def smem_bytes(self) -> int:
+        second_level = self.partial_floats if self.tactic.splits > 1 and self.tactic.k_warps > 1 else 0
+        return 4 * (self.shared_floats + second_level + 64 * self.tactic.k_warps) + 1024
+
+    def problem(self) -> str | None:
+        """Why this shape cannot run with this tactic, or None."""
+        if not 1 <= self.tokens <= 64:
+            return f"expected 1 to 64 tokens, found {self.tokens}"
+        bad = [c for c in self.columns if c % UNIT or c <= 0]
+        if bad:
+            return f"expected a number of input columns that is a multiple of {UNIT}, found {bad[0]}"
+        if self.smem_bytes > SMEM_LIMIT:
+            return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} (more splits hold less of the activation)"
+        if self.padded_tokens > 16 and self.tactic.depth < self.tactic.tiles:
+            return f"expected a depth of at least {self.tactic.tiles} tiles for more than 16 tokens, found {self.tactic.depth}"
+        if self.tactic.threads > 1024:
+            return f"expected at most 1024 threads, found {self.tactic.threads}"
+        return None
+
+    def uncovered(self, rows: int) -> str | None:
+        """Why the groups cannot hold `rows` rows, or None."""
+        held = ceil_div(rows, self.tactic.groups)
+        return None if held <= self.tactic.rows else f"expected at most {self.tactic.rows} rows in a group, found {held}"
+
+
+def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> Tactic:
+    """A tactic that fits, by the rules that measurements support so far; choices of single shapes come from the op's tactics.json."""
+    k, splits = sum(columns), 1
+    while splits < 8 and (tokens * (k // splits) * 2 > 118 * 1024 or (tokens > 8 * splits and k // splits > 1024)):
+        splits *= 2
+    groups = max(1, min(sms // splits, ceil_div(rows, TILE)))
+    held = ceil_div(ceil_div(rows, groups), TILE)  # tiles of a group
+    tiles = min(held, 4 if tokens <= 8 or held > 24 else 3)
+    row_warps = ceil_div(held, tiles)
+    while row_warps > 12:
+        groups, held = groups * 2, ceil_div(ceil_div(rows, groups * 2), TILE)
+        row_warps = ceil_div(held, tiles)
+    return Tactic(groups, splits, row_warps, max(1, 8 // row_warps), tiles, depth=3 if tiles == 4 and tokens <= 16 else 4)
