@@ -115,7 +115,7 @@ class Executor:
         b = self.backbone
         if isinstance(view, Dense):
             return b.reduce(self._dense(view, x))
-        ids, weights = route(F.linear(x.float(), view.gate.float()), view.bias, view.top_k, view.renormalise, view.scaling)
+        ids, weights = route(F.linear(x.float(), view.gate), view.bias, view.top_k, view.renormalise, view.scaling)
         latent = F.linear(x, view.down)
         routed = b.reduce(experts.run(latent, ids, weights, view.experts, lambda h: situ(h, b.situ_beta, b.situ_linear_beta)))
         if view.norm is not None:

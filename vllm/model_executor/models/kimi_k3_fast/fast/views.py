@@ -65,7 +65,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Moe:
-    """gate [E, D]; bias [E] fp32; down [L, D]; norm [L] fp32 or None; up [D, L]; shared or None."""
+    """gate [E, D] fp32; bias [E] fp32; down [L, D]; norm [L] fp32 or None; up [D, L]; shared or None."""
 
     gate: torch.Tensor
     bias: torch.Tensor

@@ -1,0 +1,122 @@
+"""The choice of path for each step of one model, and its record: what a served model class hands its forward calls to.
+
+The served class owns weights and caches; this owns the views of them, remade whenever vLLM binds caches, and asks `plan` for
+every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..guard import Guard, Path, WriteSet, current
+from ..reasons import Reason, Refusal
+from ..scope import Deployment, refusals
+from ..settings import Settings, as_dict
+from . import metadata
+from .executor import Executor
+from .plan import Limits, Plan, plan
+from .views import Backbone
+
+logger = logging.getLogger(__name__)
+
+Layers = Sequence[tuple[str, Any]]  # name in vLLM's metadata, and the layer that owns `kv_cache`
+
+
+class FastPathRequired(RuntimeError):
+    """`mode: require` on a deployment that cannot take the fast path: the server does not start."""
+
+
+class FastPath:
+    """One model's fast path in one process.
+
+    layers: every layer with a cache. views: makes a `Backbone` of the caches bound now, given its generation and each layer's
+    group.
+    """
+
+    def __init__(
+        self, deployment: Deployment, settings: Settings, layers: Layers, views: Callable[[int, dict[str, str]], Backbone]
+    ) -> None:
+        self.guard: Guard = current()
+        self.settings = settings
+        self.refusals = refusals(deployment, settings)
+        self.layers, self.views = layers, views
+        self.generation = 0
+        self._caches: list[Any] = [None] * len(layers)
+        self._executor: Executor | None = None
+        self._limits: Limits | None = None
+        self._groups: list[str] = []
+        self.guard.configure(settings)
+        self.guard.deployment(self.refusals, deployment.facts())
+        if self.refusals and settings.mode == "require":
+            reasons = "\n".join(f"  - {r}. {r.reason.action}" for r in self.refusals)
+            raise FastPathRequired(f"mode is 'require' and this deployment cannot take the fast path:\n{reasons}")
+
+    def forward(self, input_ids: torch.Tensor | None, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One step on the path that is planned for it. `standard` runs the whole step on the standard path."""
+        try:
+            return self._forward(input_ids, standard)
+        except BaseException:
+            self.guard.abandon_step()
+            raise
+
+    def _forward(self, input_ids: torch.Tensor | None, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
+        step = metadata.attention_metadata()
+        if step is None or input_ids is None:
+            return standard()
+        self._follow_binding(step)
+        rows = step[self.layers[0][0]].rows
+        key = metadata.step_key(rows, input_ids.shape[0], self.generation)
+        decided = self._decide(key)
+        if isinstance(decided, Plan):
+            assert self._executor is not None
+            tensors = metadata.step_tensors(step, self._groups)
+            hidden = self._executor.run(decided, input_ids, tensors)
+            self.guard.close_step(Path.FAST, (), decided.key, key.requests, key.tokens, key.tokens, 0, self._write_set(tensors))
+        else:
+            hidden = standard()
+            self.guard.close_step(Path.STANDARD, decided, None, key.requests, key.tokens, key.tokens - key.prompt_tokens, 0)
+        return hidden
+
+    def _decide(self, key: metadata.StepKey) -> Plan | tuple[Refusal, ...]:
+        if self.refusals or self._limits is None:
+            return self.refusals
+        decided = plan(key, self._limits)
+        if isinstance(decided, Plan) and self.guard.quarantined(decided.key):
+            return (Refusal(Reason.PLAN_QUARANTINED, f"plan {decided.key}"),)
+        return decided
+
+    def _follow_binding(self, step: Any) -> None:
+        """Remake the views when vLLM has bound other caches than those they show."""
+        caches = [layer.kv_cache for _, layer in self.layers]
+        if all(new is old for new, old in zip(caches, self._caches, strict=True)):
+            return
+        self._caches = caches
+        self.generation += 1
+        if self.refusals:
+            return
+        group_of = metadata.groups(step, [name for name, _ in self.layers])
+        self._groups = list(dict.fromkeys(group_of.values()))
+        backbone = self.views(self.generation, group_of)
+        self._executor = Executor(backbone, self.settings.max_tokens)
+        self._limits = Limits(self.settings.max_tokens, self.generation, "torch")
+        logger.info(
+            "Kimi K3 fast path bound: generation %d, %d layers, %.1f MiB prepared, settings %s",
+            self.generation,
+            len(backbone.layers),
+            backbone.prepared_bytes / 2**20,
+            as_dict(self.settings),
+        )
+
+    def _write_set(self, tensors: Any) -> WriteSet:
+        slots, rows = {}, {}
+        for index, name in enumerate(self._groups):
+            where = tensors[name]
+            if hasattr(where, "slots"):
+                slots[index] = where.slots
+            else:
+                rows[index] = where.slot_mapping
+        return WriteSet(slots=slots, rows=rows)

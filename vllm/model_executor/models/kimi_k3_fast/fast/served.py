@@ -1,0 +1,39 @@
+"""The model class that vLLM serves on CPUs: the standard path's model, with the path of each step chosen and recorded."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.sequence import IntermediateTensors
+
+from .. import settings
+from ..model.causal_lm import KimiK3ForCausalLM
+from ..scope import deployment
+from . import standard
+from .path import FastPath
+
+
+class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
+    """Kimi K3 with the fast path in front. Raises FastPathRequired before any weight is loaded where `require` cannot be kept."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.fast = FastPath(
+            deployment.read(vllm_config),
+            settings.load(vllm_config.additional_config),
+            [(layer.self_attn.prefix, layer.self_attn) for layer in self.model.layers],
+            lambda generation, group_of: standard.backbone(self, generation, group_of),
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm."""
+        run_standard = super().forward
+        ids = input_ids if inputs_embeds is None else None
+        return self.fast.forward(ids, lambda: run_standard(input_ids, positions, intermediate_tensors, inputs_embeds))
