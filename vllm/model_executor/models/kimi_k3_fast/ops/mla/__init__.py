@@ -1,0 +1,322 @@
+"""MLA decode between the packed projection and o_proj: query, attention over the paged latent cache, value and gate.
+
+Five launches, each a kernel of `cute.py`: project (norms, q_b, cache insert), absorb (W_UK), attend (split context), merge (only where the
+context is split), value (W_UV and gate). `run` makes them all; context parallelism calls `run_query`, `run_attention` (with its log-sum-exp)
+and `run_value` around its exchange.
+
+Tensors (h local heads, R requests, q queries of each, T = R q tokens):
+    x             [T, columns] bf16       the packed projection: q_a 1536 | kv_a 512 | k_pe 64 | gate h 128 | padding
+    q_norm [1536], kv_norm [512] bf16;  q_b [h 192, 1536] bf16
+    w_uk, w_uv    [h, 128, 512] bf16      the two halves of kv_b's rows of each head: views of it, any head stride
+    scales        [2] fp32                q_scale, k_scale of an FP8 (E4M3) cache; not used with bf16
+    slot_mapping  [T] int64               cache row of each token: page * block_size + offset; negative: not written
+    cache         [pages, block_size, 576] bf16 or u8 (E4M3), any page stride
+    table         [R, pages_max] int32;  lengths [R] int32, the context with this step's tokens; 0: an empty shard or a padded row
+    query         [T, h, 576] bf16 or u8; latent [T h, 512] bf16; lse [T h] fp32 (natural); y [T, h 128] bf16
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...reasons import Reason, Refusal
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
+
+if TYPE_CHECKING:
+    import torch
+
+NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
+ROW = LATENT + ROPE
+KEYS = 64  # keys of one attention tile; a tile lies in one page
+SM_COUNT = 132
+
+
+@dataclass(frozen=True)
+class Config:
+    """One rank's MLA decode. `requests` counts padded rows too. `pages`: width of the block table."""
+
+    heads: int
+    requests: int
+    columns: int  # row length of x
+    block_size: int
+    pages: int
+    queries: int = 1
+    fp8: bool = False
+    q_rank: int = 1536
+    norm_eps: float = 1e-5
+    scale: float = (NOPE + ROPE) ** -0.5
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.queries
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """`splits`: shares of the context, one CTA each. `stages`: tiles of the cache that a CTA holds or has on their way, plus one."""
+
+    splits: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What the device half is specialised on."""
+
+    heads: int
+    requests: int
+    queries: int
+    tokens: int
+    columns: int
+    block_size: int
+    fp8: bool
+    q_rank: int
+    norm_eps: float
+    scale: float
+    splits: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    tactic: Tactic
+    specs: dict[str, KernelSpec]
+    kernels: dict[str, Compiled] = field(repr=False)
+
+    def scratch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> (shape, dtype) of what the caller allocates once: q, query, latent, lse and, with splits, the partial results."""
+        c, s = self.config, self.tactic.splits
+        rows = c.tokens * c.heads
+        shapes = {
+            "q": ((c.tokens, c.heads * (NOPE + ROPE)), "bf16"),
+            "query": ((c.tokens, c.heads, ROW), "u8" if c.fp8 else "bf16"),
+            "latent": ((rows, LATENT), "bf16"),
+            "lse": ((rows,), "f32"),
+        }
+        if s > 1:
+            shapes |= {"partial": ((s, rows, LATENT), "f32"), "partial_lse": ((s, rows), "f32")}
+        return shapes
+
+
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this configuration, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"mla: expected one of {', '.join(ARCHS)}, found {arch}")
+    needed = config.q_rank + ROW + config.heads * VALUE
+    rules = [
+        (
+            config.heads >= 1 and config.requests >= 1,
+            f"at least one head and request, found {config.heads} and {config.requests}",
+        ),
+        (1 <= config.queries <= 8, f"1 to 8 tokens for each request, found {config.queries}"),
+        (config.block_size % KEYS == 0, f"pages of a multiple of {KEYS} tokens, found {config.block_size}"),
+        (config.q_rank % 256 == 0, f"a query rank that is a multiple of 256, found {config.q_rank}"),
+        (
+            config.columns >= needed and config.columns % 8 == 0,
+            f"rows of at least {needed} columns, a multiple of 8; found {config.columns}",
+        ),
+        (config.pages >= 1, f"a block table of at least one page, found {config.pages}"),
+    ]
+    failed = "; ".join(f"expected {text}" for holds, text in rules if not holds)
+    return Refusal(Reason.OP_SHAPE, f"mla: {failed}") if failed else None
+
+
+def default_tactic(config: Config) -> Tactic:
+    """As many shares as fill the machine once, but none shorter than two tiles of the longest context."""
+    tiles_of_rows = -(-config.queries * config.heads // 16)
+    longest = config.pages * config.block_size // KEYS
+    splits = max(1, min(SM_COUNT // (config.requests * tiles_of_rows), -(-longest // 2)))
+    return Tactic(splits, 4 if config.fp8 else 2)
+
+
+def tactics(config: Config) -> list[Tactic]:
+    """What the benchmark compares."""
+    base = default_tactic(config)
+    splits = {1, base.splits, max(1, base.splits // 2), max(1, base.splits // 4)}
+    if config.fp8:
+        splits.add(base.splits * 2)
+    return [Tactic(s, stages) for s in sorted(splits) for stages in ((2, 4) if config.fp8 else (2, 3))]
+
+
+def _specs(config: Config, tactic: Tactic) -> dict[str, KernelSpec]:
+    c, rows = config, config.tokens * config.heads
+    kernel = KernelConfig(
+        heads=c.heads,
+        requests=c.requests,
+        queries=c.queries,
+        tokens=c.tokens,
+        columns=c.columns,
+        block_size=c.block_size,
+        fp8=c.fp8,
+        q_rank=c.q_rank,
+        norm_eps=c.norm_eps,
+        scale=c.scale,
+        splits=tactic.splits,
+        stages=tactic.stages,
+    )
+    cached = "u8" if c.fp8 else "bf16"
+    x = Param("x", "bf16", (c.tokens, c.columns), ACTIVATION)
+    scales = Param("scales", "f32", (2,), STATIC, align=4)
+    cache = Param("cache", cached, (Sym("cache_pages"), c.block_size, ROW), STATE, (Sym("page_stride", 16, 64), ROW, 1))
+    head_strides = (Sym("head_stride", 8), LATENT, 1)
+    q = ("q", "bf16", (c.tokens, c.heads * (NOPE + ROPE)))
+    query = ("query", cached, (c.tokens, c.heads, ROW))
+    latent, lse = ("latent", "bf16", (rows, LATENT)), ("lse", "f32", (rows,))
+    partial = ("partial", "f32", (tactic.splits, rows, LATENT))
+    partial_lse = ("partial_lse", "f32", (tactic.splits, rows))
+    result = (*partial[:2], partial[2]) if tactic.splits > 1 else ("latent", "bf16", (1, rows, LATENT))
+    result_lse = partial_lse if tactic.splits > 1 else ("lse", "f32", (1, rows))
+    prefix = "fp8" if c.fp8 else "bf16"
+
+    def spec(entry: str, *params: Param) -> KernelSpec:
+        return KernelSpec(f"{prefix}_{entry}", "mla", kernel, f"{__name__}.cute:{entry}", params)
+
+    found = {
+        "project": spec(
+            "mla_project",
+            x,
+            Param("q_norm", "bf16", (c.q_rank,), STATIC),
+            Param("kv_norm", "bf16", (LATENT,), STATIC),
+            Param("q_b", "bf16", (c.heads * (NOPE + ROPE), c.q_rank), STATIC),
+            scales,
+            Param("slot_mapping", "i64", (c.tokens,), ACTIVATION, align=8),
+            cache,
+            Param(*q, OUTPUT),
+        ),
+        "absorb": spec(
+            "mla_absorb",
+            Param(*q, ACTIVATION),
+            Param("w_uk", "bf16", (c.heads, NOPE, LATENT), STATIC, head_strides),
+            scales,
+            Param(*query, OUTPUT),
+        ),
+        "attend": spec(
+            "mla_attend",
+            Param(*query, ACTIVATION),
+            cache,
+            Param("table", "i32", (c.requests, c.pages), ACTIVATION, align=4),
+            Param("lengths", "i32", (c.requests,), ACTIVATION, align=4),
+            scales,
+            Param(*result, OUTPUT),
+            Param(*result_lse, OUTPUT, align=4),
+        ),
+        "value": spec(
+            "mla_value",
+            x,
+            Param(*latent, ACTIVATION),
+            Param("w_uv", "bf16", (c.heads, VALUE, LATENT), STATIC, head_strides),
+            Param("y", "bf16", (c.tokens, c.heads * VALUE), OUTPUT),
+        ),
+    }
+    if tactic.splits > 1:
+        found["merge"] = spec(
+            "mla_merge",
+            Param(*partial, ACTIVATION),
+            Param(*partial_lse, ACTIVATION, align=4),
+            Param(*latent, OUTPUT),
+            Param(*lse, OUTPUT, align=4),
+        )
+    return found
+
+
+def plan(config: Config, arch: str, tactic: Tactic | None = None, *, load: bool = True) -> Plan:
+    """Choose the tactic and fetch the kernels (`load=False`: describe only). Raises ValueError where `unavailable_reason` has one."""
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    tactic = tactic or default_tactic(config)
+    chosen = _specs(config, tactic)
+    return Plan(config, tactic, chosen, {name: get(spec, arch) for name, spec in chosen.items()} if load else {})
+
+
+def run_query(
+    plan: Plan,
+    x: torch.Tensor,
+    q_norm: torch.Tensor,
+    kv_norm: torch.Tensor,
+    q_b: torch.Tensor,
+    w_uk: torch.Tensor,
+    scales: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    scratch: dict[str, torch.Tensor],
+    stream: int | None = None,
+) -> None:
+    """Write this step's cache rows and `scratch["query"]`."""
+    plan.kernels["project"](x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, scratch["q"], stream=stream)
+    plan.kernels["absorb"](scratch["q"], w_uk, scales, scratch["query"], stream=stream)
+
+
+def run_attention(
+    plan: Plan,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scales: torch.Tensor,
+    scratch: dict[str, torch.Tensor],
+    stream: int | None = None,
+) -> None:
+    """Attend with `scratch["query"]`: writes `scratch["latent"]` and `scratch["lse"]`; zeros and -inf where there is no context."""
+    if plan.tactic.splits == 1:
+        latent, lse = scratch["latent"][None], scratch["lse"][None]
+        plan.kernels["attend"](scratch["query"], cache, table, lengths, scales, latent, lse, stream=stream)
+        return
+    partial, partial_lse = scratch["partial"], scratch["partial_lse"]
+    plan.kernels["attend"](scratch["query"], cache, table, lengths, scales, partial, partial_lse, stream=stream)
+    plan.kernels["merge"](partial, partial_lse, scratch["latent"], scratch["lse"], stream=stream)
+
+
+def run_value(
+    plan: Plan,
+    x: torch.Tensor,
+    w_uv: torch.Tensor,
+    y: torch.Tensor,
+    scratch: dict[str, torch.Tensor],
+    stream: int | None = None,
+) -> None:
+    """Project `scratch["latent"]` to values and gate them: writes `y`."""
+    plan.kernels["value"](x, scratch["latent"], w_uv, y, stream=stream)
+
+
+def run(
+    plan: Plan,
+    x: torch.Tensor,
+    q_norm: torch.Tensor,
+    kv_norm: torch.Tensor,
+    q_b: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    scales: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    y: torch.Tensor,
+    scratch: dict[str, torch.Tensor],
+    stream: int | None = None,
+) -> None:
+    """One MLA layer's decode step: writes the cache rows and `y`. `scratch`: the tensors of `plan.scratch_shapes()`."""
+    run_query(plan, x, q_norm, kv_norm, q_b, w_uk, scales, slot_mapping, cache, scratch, stream)
+    run_attention(plan, cache, table, lengths, scales, scratch, stream)
+    run_value(plan, x, w_uv, y, scratch, stream)
+
+
+def columns(heads: int, q_rank: int = 1536) -> int:
+    """Row length of the packed projection: padded to a multiple of 16."""
+    return -(-(q_rank + ROW + heads * VALUE) // 16) * 16
+
+
+@functools.lru_cache(maxsize=1)
+def specs() -> list[KernelSpec]:
+    """The served shapes' default tactics, and the small shapes of the tests."""
+    served = [
+        Config(h, r, columns(h), block, 131072 // block, fp8=fp8)
+        for h, blocks in ((12, {False: 768, True: 1536}), (6, {False: 384, True: 768}))
+        for fp8, block in blocks.items()
+        for r in (1, 2, 4, 8, 16, 32, 64)
+    ]
+    small = [Config(2, 3, columns(2, 256), 64, 4, queries=q, fp8=fp8, q_rank=256) for q in (1, 3) for fp8 in (False, True)]
+    return [spec for c in (*served, *small) for spec in _specs(c, default_tactic(c)).values()]
