@@ -1,17 +1,52 @@
 """Kimi K3 at low latency: an overlay on stock vLLM 0.32.0. `docs/architecture.md` shows the rooms."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 def register() -> None:
-    """The plug-in's entry point: make vLLM serve Kimi K3 with this package. Called in every process, possibly more than once."""
-    from vllm.model_executor.models.registry import ModelRegistry
+    """The plug-in's entry point: make vLLM serve Kimi K3 with this package. Called in every process, possibly more than once.
+
+    Raises RuntimeError on another vLLM than the one the package was written against: nothing is registered then.
+    """
+    from .base import check_base
+
+    refusal = check_base()
+    if refusal is not None:
+        raise RuntimeError(
+            f"vllm-kimi-k3-fast does not start: {refusal}. To run this vLLM without the fork, uninstall vllm-kimi-k3-fast or "
+            "leave it out of VLLM_PLUGINS."
+        )
+    from . import patches
+
+    patches.apply()
+    patches.hooks.decide = _watches
+
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
+    if current_platform.is_cpu():
+        _register_cpu()
+
+
+def _watches(vllm_config: Any) -> bool:
+    """Whether the guard follows this engine: it serves a model of the family, and the fork is on."""
+    from . import settings
+    from .scope.deployment import K3_ARCHITECTURES
+
+    model = vllm_config.model_config
+    return model.architecture in K3_ARCHITECTURES and settings.load(vllm_config.additional_config).mode != "off"
+
+
+def _register_cpu() -> None:
+    """On CPUs the models of the family are this package's own; vLLM's need CUDA."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from . import settings
     from .model.layers import register_quantization
     from .model.platform import ARCHITECTURES, restore_chunking
 
-    restore_chunking()
+    restore_chunking(inspect=lambda vllm_config: settings.load(vllm_config.additional_config))
     register_quantization()
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}.fast.served:ServedKimiK3ForCausalLM")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..guard import Guard, Path, WriteSet, current
+from ..guard import Guard, Mutation, Path, WriteSet, current
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
@@ -33,12 +33,17 @@ class FastPathRequired(RuntimeError):
 class FastPath:
     """One model's fast path in one process.
 
-    layers: every layer with a cache. views: makes a `Backbone` of the caches bound now, given its generation and each layer's
-    group.
+    layers: every layer with a cache. mutations: what the fork changed in vLLM's settings before. views: makes a `Backbone` of
+    the caches bound now, given its generation and each layer's group.
     """
 
     def __init__(
-        self, deployment: Deployment, settings: Settings, layers: Layers, views: Callable[[int, dict[str, str]], Backbone]
+        self,
+        deployment: Deployment,
+        settings: Settings,
+        layers: Layers,
+        views: Callable[[int, dict[str, str]], Backbone],
+        mutations: Sequence[Mutation] = (),
     ) -> None:
         self.guard: Guard = current()
         self.settings = settings
@@ -50,7 +55,7 @@ class FastPath:
         self._limits: Limits | None = None
         self._groups: list[str] = []
         self.guard.configure(settings)
-        self.guard.deployment(self.refusals, deployment.facts())
+        self.guard.deployment(self.refusals, deployment.facts(), mutations)
         if self.refusals and settings.mode == "require":
             reasons = "\n".join(f"  - {r}. {r.reason.action}" for r in self.refusals)
             raise FastPathRequired(f"mode is 'require' and this deployment cannot take the fast path:\n{reasons}")

@@ -7,7 +7,9 @@ from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
 from .. import settings
+from ..guard import Mutation
 from ..model.causal_lm import KimiK3ForCausalLM
+from ..model.platform import MUTATIONS
 from ..scope import deployment
 from . import standard
 from .path import FastPath
@@ -23,6 +25,7 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
             settings.load(vllm_config.additional_config),
             [(layer.self_attn.prefix, layer.self_attn) for layer in self.model.layers],
             lambda generation, group_of: standard.backbone(self, generation, group_of),
+            [Mutation(*row) for row in vllm_config.additional_config.get(MUTATIONS, ())],
         )
 
     def forward(

@@ -6,17 +6,22 @@ the model length, because its own MLA kernels need it. This model's MLA needs no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 ARCHITECTURES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
+MUTATIONS = "kimi_k3_fast_mutations"
+"""Key of `additional_config` under which what was changed travels to the workers: [name, before, after, why] each, as text."""
+
 _MARK = "_kimi_k3_fast_restores_chunking"
 
 
-def restore_chunking() -> bool:
+def restore_chunking(inspect: Callable[[Any], None] = lambda vllm_config: None) -> bool:
     """Wrap `CpuPlatform.check_and_update_config` so that the options of this model's deployments survive it.
 
-    Safe to call twice. Returns whether the current platform is a CPU, that is, whether the wrapper stands.
+    `inspect` sees the configuration of such a deployment first, and may raise. Safe to call twice. Returns whether the current
+    platform is a CPU, that is, whether the wrapper stands.
     """
     from vllm.platforms import current_platform
 
@@ -30,14 +35,28 @@ def restore_chunking() -> bool:
     @classmethod  # type: ignore[misc]
     @wraps(original.__func__)
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        kept = _options(vllm_config) if _is_ours(vllm_config) else {}
+        if not _is_ours(vllm_config):
+            original.__func__(cls, vllm_config)
+            return
+        inspect(vllm_config)
+        kept = _options(vllm_config)
         original.__func__(cls, vllm_config)
         for (owner, name), value in kept.items():
-            setattr(getattr(vllm_config, owner), name, value)
+            _put_back(vllm_config, owner, name, value)
 
     setattr(check_and_update_config.__func__, _MARK, True)
     platform.check_and_update_config = check_and_update_config
     return True
+
+
+def _put_back(vllm_config: Any, owner: str, name: str, value: Any) -> None:
+    taken = getattr(getattr(vllm_config, owner), name)
+    if taken == value:
+        return
+    setattr(getattr(vllm_config, owner), name, value)
+    if isinstance(vllm_config.additional_config, dict):
+        why = "vLLM's CPU platform changes it for its own MLA kernels, which this model does not use"
+        vllm_config.additional_config.setdefault(MUTATIONS, []).append([f"{owner}.{name}", str(taken), str(value), why])
 
 
 def _is_ours(vllm_config: Any) -> bool:
