@@ -1,0 +1,265 @@
+"""One KDA+MoE layer as a captured chain on one GPU: every launch of the fast path in order, each layer with its own weights.
+
+A rank slice of Kimi K3 has the shapes of one tensor-parallel rank (TP8: 12 heads, expert width 384; TP16: 6 and 192) and all
+the replicated matrices in full. LAYERS layers follow each other in one CUDA graph, so that each finds its weights cold, as in
+the model. The time of a layer is the graph's median over LAYERS; launches are counted by the profiler, not by hand.
+
+    python benchmarks/layer_chain.py --json OUT [--slices 8,16] [--batches 1,8] [--timeline DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
+from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
+from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
+
+D, LATENT, EXPERTS, TOP_K, HEAD = 7168, 3584, 896, 16, 128
+LAYERS = 4
+REPLAYS = 41
+STOCK_US = {(8, 1): 141.0, (8, 8): 270.0}  # the same span of stock vLLM 0.32.0 on this card, taken from its own timeline
+STOCK_LAUNCHES = 21
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Sizes of one rank of `full_tp`."""
+
+    full_tp: int
+
+    @property
+    def heads(self) -> int:
+        return 96 // self.full_tp
+
+    @property
+    def width(self) -> int:
+        return 3072 // self.full_tp
+
+    @property
+    def shared(self) -> int:
+        return 6144 // self.full_tp
+
+
+def matrix(*shape: int) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
+
+
+def layer_weights(s: Slice) -> dict[str, Any]:
+    """Random weights of one layer; router rows are wide enough to spread tokens over many experts."""
+    inner = s.heads * HEAD
+    byte = lambda *shape: torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")  # noqa: E731
+    scale = lambda *shape: torch.full(shape, 120, dtype=torch.uint8, device="cuda")  # noqa: E731
+    return {
+        "score": torch.randn(2, D, device="cuda") * D**-0.5,
+        "norm": torch.ones(2, D, device="cuda").bfloat16(),
+        "in_proj": matrix(kda.columns(s.heads), D),
+        "conv": torch.randn(3 * inner, 4, device="cuda") * 0.5,
+        "f_b": matrix(inner, HEAD),
+        "a_log": torch.rand(s.heads, device="cuda"),
+        "dt_bias": torch.randn(inner, device="cuda") * 0.1,
+        "out_norm": torch.ones(HEAD, device="cuda").bfloat16(),
+        "o_proj": matrix(D, inner),
+        "router": (torch.randn(EXPERTS, D, device="cuda") * 0.05).bfloat16(),
+        "bias": torch.zeros(EXPERTS, device="cuda"),
+        "down": matrix(LATENT, D),
+        "gate_up": matrix(2 * s.shared, D),
+        "experts": ExpertWeights(
+            byte(EXPERTS, 2 * s.width, LATENT // 2),
+            scale(EXPERTS, 2 * s.width, LATENT // 32),
+            byte(EXPERTS, LATENT, s.width // 2),
+            scale(EXPERTS, LATENT, s.width // 32),
+        ),
+        "latent_norm": torch.ones(LATENT, device="cuda").bfloat16(),
+        "up": matrix(D, LATENT),
+        "shared_down": matrix(D, s.shared),
+    }
+
+
+class Chain:
+    """The chain of one slice and batch: plans, buffers and per-layer state, made once."""
+
+    def __init__(self, s: Slice, batch: int, weights: list[dict[str, Any]], arch: str) -> None:
+        self.weights, self.batch = weights, batch
+        inner, columns = s.heads * HEAD, kda.columns(s.heads)
+        bf16 = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16, device="cuda")  # noqa: E731
+        self.prefix, self.blocks = bf16(64, D), torch.randn(8, 64, D, device="cuda").bfloat16()
+        self.prefix[:batch] = torch.randn(batch, D, device="cuda").bfloat16()
+        self.delta, self.mixed, self.y, self.out = bf16(batch, D), bf16(batch, D), bf16(batch, inner), bf16(batch, D)
+        self.packed, self.z, self.routed = bf16(batch, columns), bf16(batch, LATENT), bf16(batch, LATENT)
+        self.logits, self.hidden = torch.zeros(batch, EXPERTS, device="cuda"), bf16(batch, s.shared)
+        self.slots = (1 + torch.arange(batch, device="cuda", dtype=torch.int32)).view(batch, 1)
+        self.conv = [bf16(batch + 1, 3, 3 * inner) for _ in weights]
+        self.state = [torch.randn(batch + 1, s.heads, HEAD, HEAD, device="cuda") * 0.1 for _ in weights]
+        self.attn_res = attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch)
+        self.in_proj = projection.plan(projection.Config(batch, columns, D), arch)
+        self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
+        self.o_proj = projection.plan(projection.Config(batch, D, inner), arch)
+        self.front = moe_front.plan(moe_front.Config(batch, D, EXPERTS, LATENT, s.shared), arch)
+        self.experts = experts.plan(experts.Config(batch, width=s.width), arch)
+        self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch), arch)
+        self.tail = moe_tail.plan(moe_tail.Config(batch, D, LATENT, s.shared), arch)
+        self.routing, self.choose = self._routing(batch)
+        pairs = batch * TOP_K
+        self.scratch = experts.Scratch(bf16(pairs, s.width), bf16(pairs, LATENT))
+
+    def _routing(self, batch: int) -> tuple[experts.Routing, Callable[[dict[str, Any]], None]]:
+        """The routing buffers and the launch that fills them from logits."""
+        integers = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device="cuda")  # noqa: E731
+        pairs = batch * TOP_K
+        routing = experts.Routing(
+            ids=integers(batch, TOP_K),
+            weights=torch.zeros(batch, TOP_K, device="cuda"),
+            num_tokens=torch.tensor([batch], dtype=torch.int32, device="cuda"),
+            offsets=integers(EXPERTS + 1),
+            pairs=integers(pairs),
+            active=integers(EXPERTS),
+            num_active=integers(1),
+        )
+
+        def choose(w: dict[str, Any]) -> None:
+            moe_front.run_topk(self.topk, self.logits, w["bias"], routing.ids, routing.weights)
+
+        return routing, choose
+
+    def layer(self, i: int) -> None:
+        """Layer i: attn_res, in-projection, KDA, o-projection, attn_res, front, top-k, experts, tail."""
+        w = self.weights[i]
+        attn_res.run(self.attn_res, w["score"][0], w["norm"][0], self.delta, self.blocks, self.prefix, self.mixed)
+        projection.run(self.in_proj, self.mixed, w["in_proj"], self.packed)
+        kda.run(
+            self.kda,
+            self.packed,
+            w["conv"],
+            w["f_b"],
+            w["a_log"],
+            w["dt_bias"],
+            w["out_norm"],
+            self.slots,
+            self.conv[i],
+            self.state[i],
+            self.y,
+        )
+        projection.run(self.o_proj, self.y, w["o_proj"], self.out)
+        attn_res.run(self.attn_res, w["score"][1], w["norm"][1], self.out, self.blocks, self.prefix, self.mixed)
+        moe_front.run(self.front, self.mixed, w["router"], w["down"], w["gate_up"], self.logits, self.z, self.hidden)
+        self.choose(w)
+        experts.run(self.experts, w["experts"], self.z, self.routing, self.scratch, self.routed)
+        moe_tail.run(self.tail, self.routed, self.hidden, w["latent_norm"], w["up"], w["shared_down"], self.delta)
+
+    def all_layers(self) -> None:
+        for i in range(len(self.weights)):
+            self.layer(i)
+
+    def bytes_read(self) -> int:
+        """What one layer must read once: matrices, the experts that were chosen, states (read and written)."""
+        w = self.weights[0]
+        dense = sum(w[n].numel() * 2 for n in ("in_proj", "f_b", "o_proj", "router", "down", "gate_up", "up", "shared_down"))
+        distinct = int(torch.unique(self.routing.ids).numel())
+        e = w["experts"]
+        per_expert = sum(t[0].numel() for t in (e.w13, e.s13, e.w2, e.s2))
+        return dense + distinct * per_expert + 2 * self.state[0][1:].numel() * 4
+
+
+def measure(chain: Chain) -> tuple[float, torch.cuda.CUDAGraph]:
+    """Median microseconds of a layer under graph replay, and the graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        chain.all_layers()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.all_layers()
+        chain.all_layers()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(REPLAYS):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (2 * len(chain.weights)))
+    return statistics.median(times), graph
+
+
+def kernels(graph: torch.cuda.CUDAGraph) -> list[tuple[float, float, str]]:
+    """(start us, duration us, name) of every kernel of one replay."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        graph.replay()
+        torch.cuda.synchronize()
+    rows = [
+        (e.time_range.start, e.time_range.elapsed_us(), e.name)
+        for e in trace.events()
+        if e.device_type.name == "CUDA" and "Memcpy" not in e.name
+    ]
+    first = min(r[0] for r in rows)
+    return sorted((start - first, us, name) for start, us, name in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--slices", default="8,16")
+    parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--timeline", type=Path, help="folder for one file a case: start us, duration us, kernel")
+    parser.add_argument("--commit")
+    options = parser.parse_args()
+    arch, results = build.device_arch(), []
+    peak = COPY_BYTES_PER_SECOND.get(torch.cuda.get_device_name())
+    for full_tp in map(int, options.slices.split(",")):
+        s = Slice(full_tp)
+        weights = [layer_weights(s) for _ in range(LAYERS)]
+        for batch in map(int, options.batches.split(",")):
+            chain = Chain(s, batch, weights, arch)
+            us, graph = measure(chain)
+            rows = kernels(graph)
+            launches = len(rows) / (2 * LAYERS)
+            moved = chain.bytes_read()
+            floor = moved / peak * 1e6 if peak else None
+            stock = STOCK_US.get((full_tp, batch))
+            results.append(
+                {
+                    "slice": f"TP{full_tp}",
+                    "batch": batch,
+                    "us": us,
+                    "launches": launches,
+                    "bytes": moved,
+                    "floor_us": floor,
+                    "share_of_floor": floor / us if floor else None,
+                    "stock_us": stock,
+                    "speedup": stock / us if stock else None,
+                    "finite": bool(torch.isfinite(chain.delta.float()).all()),
+                }
+            )
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
+            if options.timeline:
+                options.timeline.mkdir(parents=True, exist_ok=True)
+                text = "".join(f"{start:.1f} {us:.1f} {name[:120]}\n" for start, us, name in rows)
+                (options.timeline / f"tp{full_tp}_b{batch}.txt").write_text(text)
+        del weights
+        torch.cuda.empty_cache()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(
+            json.dumps({"benchmark": "layer_chain", "provenance": provenance(options.commit), "results": results}, indent=1)
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
