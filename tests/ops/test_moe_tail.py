@@ -1,0 +1,82 @@
+"""`moe_tail`: refusals and compilation anywhere; numbers, poisoned outputs and graph replay on a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from yardstick import check_error, replay_with
+
+from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import moe_tail as op
+from vllm.model_executor.models.kimi_k3_fast.ops.moe_tail import reference
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
+from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
+
+SMALL = [
+    op.Config(3, 80, 256, 64),
+    op.Config(10, 96, 192, 128, r_dtype="f32", tactic=Tactic(groups=2, splits=2, row_warps=1, k_warps=2, tiles=3)),
+    op.Config(17, 96, 256, 64, tactic=Tactic(groups=2, splits=2, row_warps=3, k_warps=1, tiles=1)),
+]
+
+
+def test_reference_agrees_with_the_plain_form() -> None:
+    case = _case(SMALL[0], 0, "cpu")
+    exact, plain = reference.tail(**case, eps=1e-5), reference.torch_form(**case, eps=1e-5)
+    torch.testing.assert_close(plain.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("shared", [768, 384])
+def test_the_served_shapes_are_covered(shared: int, tokens: int) -> None:
+    assert op.unavailable_reason(op.Config(tokens, 7168, 3584, shared), "sm_90a") is None
+
+
+def test_refuses_what_it_cannot_compute() -> None:
+    assert op.unavailable_reason(SMALL[0], "sm_80").reason is Reason.OP_ARCH
+    for config in (op.Config(1, 80, 256, 40), op.Config(0, 80, 256, 64), op.Config(1, 80, 256, 64, r_dtype="f16")):
+        assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
+
+
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_compiles_without_spilling(config: op.Config, arch: str, fresh_store: build.Store) -> None:
+    (record,) = build.ensure(op.spec(config), arch).glob("*.json")
+    assert json.loads(record.read_text())["stack"] == 0
+
+
+def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    r = draw(config.tokens, config.latent) * scale * torch.logspace(-2, 1, config.tokens, device=device)[:, None]  # tokens differ in size
+    return {
+        "r": r.to(build.DTYPES[config.r_dtype][1]),
+        "hidden": draw(config.tokens, config.shared).bfloat16(),
+        "norm": (1 + 0.3 * draw(config.latent)).bfloat16(),
+        "up": (draw(config.rows, config.latent) / config.latent**0.5).bfloat16(),
+        "down": (draw(config.rows, config.shared) / config.shared**0.5).bfloat16(),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str)
+def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
+    plan = op.plan(config, build.device_arch())
+    for seed, scale in ((0, 1.0), (1, 1e-4), (2, 1e3)):
+        case = _case(config, seed, scale=scale)
+        delta = torch.full((config.tokens, config.rows), float("nan"), device="cuda", dtype=torch.bfloat16)
+        op.run(plan, **case, delta=delta)
+        check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [op.Config(1, 7168, 3584, 768), op.Config(16, 7168, 3584, 768), SMALL[1]], ids=str)
+def test_replay_sees_changed_inputs(config: op.Config) -> None:
+    plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 3), _case(config, 4)
+    delta = torch.empty(config.tokens, config.rows, device="cuda", dtype=torch.bfloat16)
+    changed = {name: fresh[name] for name in ("r", "hidden")}
+    replay_with(lambda: op.run(plan, **case, delta=delta), case, changed, [delta])
+    check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))

@@ -1,0 +1,87 @@
+"""`projection`: geometry, refusals and compilation anywhere; numbers, poisoned outputs and graph replay on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from yardstick import check_error, replay_with
+
+from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import projection as op
+from vllm.model_executor.models.kimi_k3_fast.ops.projection.reference import projection
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, default_tactic
+from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
+
+SMALL = [
+    op.Config(1, 64, 128),
+    op.Config(3, 80, 256),
+    op.Config(9, 100, 512, tactic=Tactic(groups=3, splits=2, row_warps=1, k_warps=4, tiles=3)),
+    op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, row_warps=3, k_warps=1, tiles=1, depth=2)),
+]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [6288, 3216, 12544, 1536, 64])
+def test_default_tactic_covers_the_served_shapes(rows: int, tokens: int) -> None:
+    config = op.Config(tokens, rows, 7168)
+    assert op.unavailable_reason(config, "sm_90a") is None
+    tactic = default_tactic(rows, (7168,), tokens)
+    assert tactic.groups * tactic.rows >= rows and tactic.threads <= 1024
+
+
+def test_refuses_what_it_cannot_compute() -> None:
+    assert op.unavailable_reason(op.Config(1, 64, 128), "sm_80").reason is Reason.OP_ARCH
+    for config in (op.Config(65, 64, 128), op.Config(1, 64, 100), op.Config(1, 640, 128, tactic=Tactic(groups=1, tiles=3))):
+        assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
+        with pytest.raises(ValueError, match="expected"):
+            op.plan(config, "sm_90a")
+
+
+@pytest.mark.parametrize("config", SMALL[1:], ids=str)
+def test_compiles_without_spilling(config: op.Config, arch: str, fresh_store: build.Store) -> None:
+    import json
+
+    (record,) = build.ensure(op.spec(config), arch).glob("*.json")
+    assert json.loads(record.read_text())["stack"] == 0
+
+
+def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    a = torch.randn(config.tokens, config.columns, device="cuda", generator=generator) * scale
+    w = torch.randn(config.rows, config.columns, device="cuda", generator=generator) / config.columns**0.5
+    return {"a": a.bfloat16(), "w": w.bfloat16()}
+
+
+def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
+    return case["a"] @ case["w"].T if out == "bf16" else case["a"].float() @ case["w"].float().T
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, n, 7168) for n in (6288, 3216) for t in (1, 2, 7, 8, 16, 32, 64))], ids=str)
+def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
+    plan = op.plan(config, build.device_arch())
+    for seed, scale in ((0, 1.0), (1, 300.0)):
+        case = _case(config, seed, scale)
+        out = torch.full((config.tokens, config.rows), float("nan"), device="cuda", dtype=build.DTYPES[config.out][1])
+        op.run(plan, case["a"], case["w"], out)
+        check_error(out, projection(case["a"], case["w"]), _plain(case, config.out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), op.Config(16, 6288, 7168), SMALL[3]], ids=str)
+def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) -> None:
+    plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 2), _case(config, 3)
+    out = torch.empty(config.tokens, config.rows, device="cuda", dtype=build.DTYPES[config.out][1])
+    replay_with(lambda: op.run(plan, case["a"], case["w"], out), case, {"a": fresh["a"]}, [out])
+    check_error(out, projection(fresh["a"], case["w"]), _plain({"a": fresh["a"], "w": case["w"]}, config.out))
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_see_the_others() -> None:
+    config = op.Config(8, 6288, 7168)
+    plan, case = op.plan(config, build.device_arch()), _case(config, 4)
+    out, again = (torch.empty(8, 6288, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    op.run(plan, case["a"], case["w"], out)
+    case["a"][1:] = float("nan")
+    op.run(plan, case["a"], case["w"], again)
+    assert torch.equal(out[0], again[0]) and again[1:].isnan().all()

@@ -1,0 +1,33 @@
+"""How far a kernel may be from the truth: twice what PyTorch's own arithmetic in the same types is."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_error(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
+    """`found` against the float64 truth `exact`, no further off than twice PyTorch's `plain`, in the largest and in the root mean square error.
+
+    One unit of bf16 rounding of the largest value is always allowed: where PyTorch is exact by luck, a kernel need not be.
+    """
+    assert torch.isfinite(found).all(), f"expected finite values, found {(~torch.isfinite(found)).sum().item()} others of {found.numel()}"
+    exact, error, allowed = exact.double(), (found.double() - exact).abs(), (plain.double() - exact).abs()
+    slack = exact.abs().max().item() * 2.0**-9 if found.dtype is torch.bfloat16 else exact.abs().max().item() * 2.0**-20
+    assert error.max() <= 2 * allowed.max() + slack, f"largest error {error.max():.3e}, PyTorch's {allowed.max():.3e}"
+    rms, yard = error.square().mean().sqrt(), allowed.square().mean().sqrt()
+    assert rms <= 2 * yard + slack / 16, f"root mean square error {rms:.3e}, PyTorch's {yard:.3e}"
+
+
+def replay_with(run, inputs: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """Capture `run` in a CUDA graph, change the inputs in place, poison the outputs, replay."""
+    run()  # loads the code; not allowed while capturing
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for name, tensor in fresh.items():
+        inputs[name].copy_(tensor)
+    for out in outputs:
+        out.fill_(float("nan") if out.is_floating_point() else -7)
+    graph.replay()
+    torch.cuda.synchronize()
