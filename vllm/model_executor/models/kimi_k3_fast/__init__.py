@@ -19,9 +19,11 @@ def register() -> None:
             "leave it out of VLLM_PLUGINS."
         )
     from . import patches
+    from .guard import api
 
     patches.apply()
     patches.hooks.decide = _watches
+    api.install(patches.worker_report, lambda: {"patches": patches.state()})
 
     from vllm.platforms import current_platform
 

@@ -12,10 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path as FilePath
 from typing import Any
 
+from ..reasons import Reason
+
 SCHEMA = 1
 HISTORY_SECONDS = 10
 HISTORY_LENGTH = 360
 KEPT_VIOLATIONS = 100
+PROMPT = Reason.STEP_PREFILL.code  # the one reason that is no fallback: prompts always run on the standard path
 COUNTS = ("steps", "requests", "tokens", "decode_tokens", "padded_rows")
 
 
@@ -34,7 +37,7 @@ class Totals:
         self.counters: dict[str, int] = {}
         self.gauges: dict[str, float] = {}
         self.patches: dict[str, dict[str, Any]] = {}
-        self.history: deque[list[float]] = deque(maxlen=HISTORY_LENGTH)  # [bucket start, fast steps, standard steps]
+        self.history: deque[list[float]] = deque(maxlen=HISTORY_LENGTH)  # [bucket start, fast, prompt, fallback steps]
 
     def apply(self, event: dict[str, Any]) -> None:
         """Fold one event in. Unknown kinds raise KeyError: a file of a newer schema is not half-read."""
@@ -54,18 +57,15 @@ class Totals:
         self.graphs[event["graph"]] = {"plan_key": event["plan_key"], "reasons": event["reasons"]}
 
     def _on_steps(self, event: dict[str, Any]) -> None:
-        fast = standard = 0
+        bucket = event["t"] // HISTORY_SECONDS * HISTORY_SECONDS
+        if not self.history or self.history[-1][0] != bucket:
+            self.history.append([bucket, 0, 0, 0])
         for path, plan_key, mode, width, reasons, *counts in event["rows"]:
             row = self.rows.setdefault((path, plan_key, mode, width, tuple(reasons)), [0] * len(COUNTS))
             for i, count in enumerate(counts):
                 row[i] += count
-            fast, standard = (fast + counts[0], standard) if path == "fast" else (fast, standard + counts[0])
+            self.history[-1][1 if path == "fast" else 2 if PROMPT in reasons else 3] += counts[0]
         self.details.update(event.get("details", {}))
-        bucket = event["t"] // HISTORY_SECONDS * HISTORY_SECONDS
-        if not self.history or self.history[-1][0] != bucket:
-            self.history.append([bucket, 0, 0])
-        self.history[-1][1] += fast
-        self.history[-1][2] += standard
 
     def _on_violation(self, event: dict[str, Any]) -> None:
         reason = event["reason"]
@@ -105,8 +105,10 @@ class Totals:
         return json.loads(json.dumps(state))
 
     def report(self) -> dict[str, Any]:
-        """The public form. `steps.by_reason` counts a step once under each of its reasons."""
+        """The public form. `steps.by_reason` counts a step once under each of its reasons; `steps.fallback` the standard steps
+        without prompt tokens."""
         by_path: dict[str, dict[str, int]] = {p: dict.fromkeys(COUNTS, 0) for p in ("fast", "standard")}
+        fallback = 0
         by_reason: dict[str, int] = {}
         by_mode: dict[str, int] = {}
         keys: dict[str, dict[str, Any]] = {}
@@ -114,6 +116,8 @@ class Totals:
             for name, count in zip(COUNTS, counts, strict=True):
                 by_path[path][name] += count
             by_mode[mode] = by_mode.get(mode, 0) + counts[0]
+            if path == "standard" and PROMPT not in reasons:
+                fallback += counts[0]
             for reason in reasons:
                 by_reason[reason] = by_reason.get(reason, 0) + counts[0]
             if plan_key:
@@ -127,7 +131,7 @@ class Totals:
             "schema": SCHEMA,
             **self.start,
             "deployment": self.deployment,
-            "steps": {**by_path, "by_reason": by_reason, "by_mode": by_mode, "details": dict(self.details)},
+            "steps": {**by_path, "fallback": fallback, "by_reason": by_reason, "by_mode": by_mode, "details": dict(self.details)},
             "plan_keys": keys,
             "graphs": self.graphs,
             "violations": {"by_reason": dict(self.violations), "last": list(self.last_violations)},

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def check() -> None:
                 guard.current().violation(Reason.PATCH_NOT_RUN, {"patch": name}, detail)
 
 
+def worker_report() -> str:
+    """This rank's report, patches looked at first, as JSON text."""
+    check()
+    return json.dumps(guard.current().report())
+
+
 def _silent(name: str, patch: dict[str, Any]) -> list[str]:
     found = [f"{t}: something replaced the patched function" for t, s in patch["targets"].items() if s == DISPLACED]
     if INSTALLED not in patch["targets"].values():
@@ -82,4 +89,4 @@ def _silent(name: str, patch: dict[str, Any]) -> list[str]:
     return found
 
 
-__all__ = ["apply", "check", "hooks", "state"]
+__all__ = ["apply", "check", "hooks", "state", "worker_report"]
