@@ -123,6 +123,8 @@ class KimiK3ForCausalLM(nn.Module, HasInnerState, IsHybrid):
         root = f"{prefix}." if prefix else ""
         self.model = KimiK3Model(self.config, vllm_config, f"{root}model")
         self.lm_head = ParallelLMHead(self.config.vocab_size, self.config.hidden_size, prefix=f"{root}lm_head")
+        for table in (self.model.embed_tokens, self.lm_head):
+            table.weight.data.zero_()  # vLLM allocates the rows that pad the vocabulary and never writes them
         self.logits_processor = LogitsProcessor(self.config.vocab_size, scale=self.config.logit_scale)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

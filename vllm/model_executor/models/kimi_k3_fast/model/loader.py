@@ -1,8 +1,8 @@
 """Loading the released checkpoint into the model: every tensor has one named slot, and everything wrong is reported at once.
 
 The model says where each checkpoint tensor goes (`Slot`). The files' headers are compared with that before a byte is read, so a
-wrong checkpoint leaves the model untouched; values are checked as they stream in. After any error the model is not to be used, and
-vLLM does not start.
+wrong checkpoint leaves the model untouched; values are checked as they stream in. After any error the model is not to be used,
+and vLLM does not start.
 """
 
 from __future__ import annotations

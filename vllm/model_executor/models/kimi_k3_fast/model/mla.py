@@ -33,7 +33,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def expanded(q: torch.Tensor, rows: torch.Tensor, w_kvb: torch.Tensor, rank: int, nope: int, scale: float) -> torch.Tensor:
     """Causal attention of the last T of S tokens: q [T, h, nope + rope], rows [S, rank + rope] -> [T, h, v].
 
-    w_kvb [h, nope + v, rank] rebuilds each head's k_nope and value. Keys are [k_nope | k_pe] per head; scores and softmax in fp32. Queries go in tiles, so that scores stay [h, 256, S].
+    w_kvb [h, nope + v, rank] rebuilds each head's k_nope and value; a key is [k_nope | k_pe]. Scores and softmax: fp32. Queries
+    go in tiles, so that scores stay [h, 256, S].
     """
     latent, shared_key = rows[:, :rank], rows[:, rank:]
     per_head = torch.einsum("sl,hdl->hsd", latent, w_kvb)
