@@ -1,8 +1,9 @@
 """Regenerate the pinned requirement files from their `.in` files: `make lock`.
 
-uv resolves once for every Python from 3.11 on and every Linux machine, and lists the hashes of all files of each pinned version. What uv
-cannot know is added here: the CPU builds of torch come from outside the package index. They stand in a file of their own, and the CUDA
-build with the libraries it loads in another, since pip, given the hashes of both, takes the CUDA build even where it finds a CPU one.
+uv resolves once for every Python from 3.11 on and every Linux machine, and lists the hashes of all files of each pinned version.
+What uv cannot know is added here: the CPU builds of torch come from outside the package index. They stand in a file of their own,
+and the CUDA build with the libraries it loads in another, since pip, given the hashes of both, takes the CUDA build even where it
+finds a CPU one.
 """
 
 from __future__ import annotations

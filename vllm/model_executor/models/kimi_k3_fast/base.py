@@ -1,7 +1,7 @@
 """The release of vLLM that the fork overlays, and the check that it is the one installed.
 
-An overlay reaches into internals, so the neighbouring release is already unsafe: anything but the expected release is refused whole.
-The check reads distribution metadata only, since importing vLLM to ask for its version would start what is to be prevented.
+An overlay reaches into internals, so the neighbouring release is already unsafe: anything but the expected release is refused
+whole. The check reads distribution metadata only: importing vLLM to ask for its version would start what is to be prevented.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWN_DISTRIBUTION = "vllm-kimi-k3-fast"
 def installed_bases() -> dict[str, str]:
     """Distribution name to version, for every installed distribution that holds the package `vllm`, the fork's own left out.
 
-    The two usual names are asked first. The scan over all distributions, a few tenths of a second, runs only when neither is there.
+    The two usual names are asked first. The scan over all distributions takes tenths of a second and runs only without them.
     """
     found = {}
     for name in DISTRIBUTIONS:
