@@ -1,4 +1,5 @@
-"""KDA decode on a TP8 and a TP16 slice: every tactic beside stock's native kernel, which wants f_b as a launch of its own before it.
+"""KDA decode on a TP8 and a TP16 slice: every tactic beside stock's native kernel, which wants f_b as a launch of its own
+before it.
 
 Bytes: state read and written, conv window, f_b, the row of the in-projection and the output. States and weights are cold.
 """
@@ -91,11 +92,13 @@ def stock(config: kda.Config, sets: list[dict[str, torch.Tensor]]) -> dict[str, 
     return {"stock f_b + fused_kda_decode": run}
 
 
-def cases(every_tactic: bool) -> Iterator[Case]:
+def cases(every_tactic: bool, only: list[int] | None) -> Iterator[Case]:
     plain = [(h, t, 1, kda.Config(h, t, kda.columns(h))) for h in (12, 6) for t in (1, 2, 4, 8, 16, 32, 64)]
     verify = [(12, r, q, kda.Config(12, r, kda.columns(12), queries=q, drafts=q - 1)) for r, q in ((1, 4), (1, 8), (8, 4))]
     arch = build.device_arch()
     for heads, requests, queries, config in (*plain, *verify):
+        if only and requests not in only:
+            continue
         copies = copies_for(moved(config))
         sets = tensors(config, copies)
         variants = dict(stock(config, sets))
@@ -112,5 +115,6 @@ def cases(every_tactic: bool) -> Iterator[Case]:
 if __name__ == "__main__":
     parser = arguments("kda")
     parser.add_argument("--every-tactic", action="store_true", help="compare all tactics, not only the default one")
+    parser.add_argument("--requests", type=int, nargs="*", help="only these batches")
     options = parser.parse_args()
-    main("kda", cases(options.every_tactic), options)
+    main("kda", cases(options.every_tactic, options.requests), options)

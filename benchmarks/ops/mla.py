@@ -1,6 +1,8 @@
-"""MLA decode on a TP8 and a TP16 slice: query, attention and value apart and together, several splits of the context side by side.
+"""MLA decode on a TP8 and a TP16 slice: query, attention and value apart and together, several splits of the context side by
+side.
 
-Bytes: the weights and the cached rows that a stage must read once. Caches and weights are cold: sets of tensors are taken in turn.
+Bytes: the weights and the cached rows that a stage must read once. Caches and weights are cold: sets of tensors are taken in
+turn.
 """
 
 from __future__ import annotations

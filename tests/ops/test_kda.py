@@ -1,4 +1,5 @@
-"""KDA decode: the reference against a form that shares none of its code, every kernel's compilation, and the kernels on a device."""
+"""KDA decode: the reference against a form that shares none of its code, every kernel's compilation, and the kernels on a
+device."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def expected(config: kda.Config, inputs: dict[str, Tensor], dtype: torch.dtype =
     return reference.decode(**cpu, queries=config.queries, lower_bound=bound, norm_eps=eps, dtype=dtype)
 
 
-# -- the reference -------------------------------------------------------------------------------------------------------------------------
+# -- the reference ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
@@ -107,7 +108,7 @@ def test_reference_verify_equals_single_steps() -> None:
     torch.testing.assert_close(y_next[0], y_one[0])
 
 
-# -- plan and compilation ------------------------------------------------------------------------------------------------------------------
+# -- plan and compilation --------------------------------------------------------------------------------------------------------
 
 
 def test_refusals_say_what_was_expected() -> None:
@@ -148,7 +149,7 @@ def test_kernels_compile_without_spills(config: kda.Config, arch: str, fresh_sto
     assert record["stack"] == 0 and record["local"] == 0
 
 
-# -- on a device ---------------------------------------------------------------------------------------------------------------------------
+# -- on a device -----------------------------------------------------------------------------------------------------------------
 
 
 def check(config: kda.Config, inputs: dict[str, Tensor], tactic: kda.Tactic | None = None, plan: kda.Plan | None = None) -> None:

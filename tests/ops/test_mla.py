@@ -40,10 +40,7 @@ def problem(config: mla.Config, lengths: list[int], device: str = "cpu", seed: i
             position = length - config.queries + i
             if position >= 0:
                 slots[request * config.queries + i] = int(table[request, position // block]) * block + position % block
-    if config.fp8:
-        page = (page / made["scales"][1]).to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        page = page.bfloat16()
+    page = (page / made["scales"][1]).to(torch.float8_e4m3fn).view(torch.uint8) if config.fp8 else page.bfloat16()
     made |= {
         "slot_mapping": slots,
         "table": table,
@@ -87,7 +84,7 @@ def expected(config: mla.Config, p: dict[str, Tensor], dtype: torch.dtype = torc
     return {"query": query, "cache": cache, "latent": latent, "lse": lse, "y": y}
 
 
-# -- the reference -------------------------------------------------------------------------------------------------------------------------
+# -- the reference ---------------------------------------------------------------------------------------------------------------
 
 
 def test_reference_against_attention_with_expanded_keys() -> None:
@@ -126,7 +123,7 @@ def test_reference_merges_over_shards_by_log_sum_exp() -> None:
     torch.testing.assert_close(merged, whole, rtol=1e-12, atol=1e-12)
 
 
-# -- plan and compilation ------------------------------------------------------------------------------------------------------------------
+# -- plan and compilation --------------------------------------------------------------------------------------------------------
 
 
 def test_refusals_say_what_was_expected() -> None:
@@ -151,7 +148,7 @@ def test_kernels_compile_without_spills(fp8: bool, arch: str, fresh_store: build
         assert record["stack"] == 0 and record["local"] == 0, spec.name
 
 
-# -- on a device ---------------------------------------------------------------------------------------------------------------------------
+# -- on a device -----------------------------------------------------------------------------------------------------------------
 
 
 def scratch_of(plan: mla.Plan) -> dict[str, Tensor]:
@@ -208,7 +205,8 @@ def check(config: mla.Config, p: dict[str, Tensor], tactic: mla.Tactic | None = 
 
 
 SHAPES = [
-    # heads, lengths, block, queries: context 1, page and tile boundaries, an empty row between others, more heads than a tensor-core tile
+    # heads, lengths, block, queries: context 1, page and tile boundaries, an empty row between others, more heads than a
+    # tensor-core tile
     (12, [1], 128, 1),
     (12, [640], 128, 1),
     (6, [63, 64, 65, 128, 129], 128, 1),
@@ -261,7 +259,7 @@ def test_addresses_beyond_32_bits(fp8: bool) -> None:
     if torch.cuda.mem_get_info()[0] < 5 * stride * (1 if fp8 else 2):
         pytest.skip("needs 22 GB of free device memory")
     p = problem(config, [200], "cuda")
-    far = torch.empty(4 * stride if fp8 else 4 * stride, dtype=p["cache"].dtype, device="cuda")
+    far = torch.empty(4 * stride, dtype=p["cache"].dtype, device="cuda")
     cache = far.as_strided(p["cache"].shape, (stride, mla.ROW, 1))
     cache.copy_(p["cache"])
     check(config, p | {"cache": cache})

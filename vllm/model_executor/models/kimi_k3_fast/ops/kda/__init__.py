@@ -1,13 +1,15 @@
 """KDA decode: everything between the in-projection and o_proj in one launch, for plain (q = 1) and verify (q = 2..8) steps.
 
-One cluster of CTAs owns a (request, head): it convolves q, k, v, projects f_b, gates, steps the recurrence in place and writes the gated,
+One cluster of CTAs owns a (request, head): it convolves q, k, v, projects f_b, gates, steps the recurrence in place and writes
+the gated,
 normed output. See `cute.py` for the schedule and `reference.py` for the equations.
 
 Tensors (h local heads, R requests, q queries of each, T = R q tokens, k drafts, d = 128):
     x            [T, columns] bf16   in-projection's rows: q h d | k h d | v h d | gate h d | f_a d | beta h | padding
     conv_weight  [3 h d, 4] fp32     taps, oldest first, of the q, k and v channels
     f_b          [h d, d] bf16;  a_log [h] fp32;  dt_bias [h d] fp32;  norm_weight [d] bf16
-    slots        [R, 1 + k] int32    a request's state slots; the first <= 0 is the null slot: zeros come out and nothing is written
+    slots        [R, 1 + k] int32    a request's state slots; the first <= 0 is the null slot: zeros come out and nothing is
+                                     written
     conv_state   [slots, 3 + k, 3 h d] bf16, any slot stride;  state [slots, h, d (V), d (K)] fp32, any slot stride
     y            [T, h d] bf16
 With drafts (k > 0) also
@@ -165,7 +167,8 @@ def spec(config: Config, tactic: Tactic) -> KernelSpec:
 
 
 def plan(config: Config, arch: str, tactic: Tactic | None = None, *, load: bool = True) -> Plan:
-    """Choose the tactic and fetch the kernel (`load=False`: describe only). Raises ValueError where `unavailable_reason` has one."""
+    """Choose the tactic and fetch the kernel (`load=False`: describe only). Raises ValueError where `unavailable_reason` has
+    one."""
     refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))

@@ -1,8 +1,11 @@
 """The KDA decode kernel: convolution, f_b, gate, recurrence and gated norm of one (request, head) in one cluster of CTAs.
 
-The recurrent state of a (request, head) is 64 KB and is read and written once: that is the kernel's floor. A cluster splits its V rows, so
-that a small batch still spreads over the machine. Eight lanes share a V row, each with 16 of its 128 keys, and hold `rows` such rows in
-registers from the load to the store: the state never passes through shared memory. The f_b weights of the head are static and are fetched
+The recurrent state of a (request, head) is 64 KB and is read and written once: that is the kernel's floor. A cluster splits its
+V rows, so
+that a small batch still spreads over the machine. Eight lanes share a V row, each with 16 of its 128 keys, and hold `rows` such
+rows in
+registers from the load to the store: the state never passes through shared memory. The f_b weights of the head are static and
+are fetched
 before the dependency wait; a CTA keeps them for all the requests it walks over.
 """
 
@@ -129,9 +132,10 @@ def _kda(
             cute.arch.mbarrier_init(arrived, 1)
             cute.arch.mbarrier_init(arrived + 1, 1)
             cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()  # paired with the wait below: no peer is written to before it has started and made its barriers
+        # paired with the wait below: no peer is written to before it has started and made its barriers
+        cute.arch.cluster_arrive()
 
-    # -- static: weights on their way before the dependency wait ----------------------------------------------------------------------------
+    # -- static: weights on their way before the dependency wait -----------------------------------------------------------------
     copy = cute.make_copy_atom(cute.nvgpu.cpasync.CopyG2SOp(), BFloat16, num_bits_per_copy=128)
     copy_state = cute.make_copy_atom(
         cute.nvgpu.cpasync.CopyG2SOp(cute.nvgpu.cpasync.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
@@ -158,7 +162,7 @@ def _kda(
     own_value = part * values + group * rows + lane % rows  # the V row that this thread writes out
     norm = Float32(norm_weight.early()[own_value])
 
-    # -- dynamic ----------------------------------------------------------------------------------------------------------------------------
+    # -- dynamic -----------------------------------------------------------------------------------------------------------------
     token_ready = dependency_wait()
     release_dependents()
     x, y, slots = x.after(token_ready), y.after(token_ready), slots.after(token_ready)
@@ -192,12 +196,13 @@ def _kda(
                     if token < c.tokens and thread < values:
                         y[token, head * D + part * values + thread] = BFloat16(0.0)
 
-            if slot <= 0:
+            if slot <= 0 or count <= 0:
                 for i in cutlass.range(count, unroll=1):
                     if thread < values:
                         y[first + i, head * D + part * values + thread] = BFloat16(0.0)
             else:
-                # The state goes through shared memory, each thread its own part, only because a compiler cannot delay that kind of load.
+                # The state goes through shared memory, each thread its own part, only because a compiler cannot delay that kind
+                # of load.
                 own_state = (group * rows) * D + lane * 4
                 if source_slot > 0:
                     source_offset = Int64(source_slot) * state.stride[0] + (head * (D * D) + part * values * D + own_state)
@@ -309,8 +314,10 @@ def _kda(
                             own_o = o
                         for e in cutlass.range_constexpr(KEYS):
                             s[p, e] = s[p, e] + u * k[e]
-                    # Gated RMSNorm over all V rows of the head: every warp of the cluster sends every CTA its sum of squares. A CTA that
-                    # has received step n from all can be at most one step behind any of them, so two buffers and barriers are enough.
+                    # Gated RMSNorm over all V rows of the head: every warp of the cluster sends every CTA its sum of squares. A
+                    # CTA that
+                    # has received step n from all can be at most one step behind any of them, so two buffers and barriers are
+                    # enough.
                     for offset in cutlass.range_constexpr(2):
                         square += cute.arch.shuffle_sync_bfly(square, offset=LANES << offset)
                     buffer = step_count % 2
@@ -342,7 +349,8 @@ def _kda(
                                     quad[e] = s[p, j * 4 + e]
                                 _store(quad, _pointer(state, target_offset + (p * D + j * 32), 4))
 
-                    # The window's new entry. All CTAs of the head have read the window: their sums have arrived. q and k channels are common
+                    # The window's new entry. All CTAs of the head have read the window: their sums have arrived. q and k
+                    # channels are common
                     # to them and written by the first.
                     if cutlass.const_expr(c.slots_per_row > 1):
                         for t in cutlass.range_constexpr(tasks):

@@ -26,9 +26,11 @@ def decode(
     norm_eps: float = 1e-5,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One decode or verify step. Returns y [T, h d] and the new conv_state and state, all in `dtype`; the inputs stay as they are.
+    """One decode or verify step. Returns y [T, h d] and the new conv_state and state, all in `dtype`; the inputs stay as they
+    are.
 
-    Shapes are those of the op. In float64 nothing is rounded. With `dtype` float32 this is the plain PyTorch form: f_b's output and the
+    Shapes are those of the op. In float64 nothing is rounded. With `dtype` float32 this is the plain PyTorch form: f_b's output
+    and the
     op's output are rounded to bf16, as the model defines.
     """
     heads = a_log.numel()

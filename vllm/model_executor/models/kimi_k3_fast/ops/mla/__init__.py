@@ -1,7 +1,9 @@
 """MLA decode between the packed projection and o_proj: query, attention over the paged latent cache, value and gate.
 
-Five launches, each a kernel of `cute.py`: project (norms, q_b, cache insert), absorb (W_UK), attend (split context), merge (only where the
-context is split), value (W_UV and gate). `run` makes them all; context parallelism calls `run_query`, `run_attention` (with its log-sum-exp)
+Five launches, each a kernel of `cute.py`: project (norms, q_b, cache insert), absorb (W_UK), attend (split context), merge
+(only where the
+context is split), value (W_UV and gate). `run` makes them all; context parallelism calls `run_query`, `run_attention` (with its
+log-sum-exp)
 and `run_value` around its exchange.
 
 Tensors (h local heads, R requests, q queries of each, T = R q tokens):
@@ -55,7 +57,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Tactic:
-    """`splits`: shares of the context, one CTA each. `stages`: tiles of the cache that a CTA holds or has on their way, plus one."""
+    """`splits`: shares of the context, one CTA each. `stages`: tiles of the cache that a CTA holds or has on their way, plus
+    one."""
 
     splits: int
     stages: int
@@ -87,7 +90,8 @@ class Plan:
     kernels: dict[str, Compiled] = field(repr=False)
 
     def scratch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> (shape, dtype) of what the caller allocates once: q, query, latent, lse and, with splits, the partial results."""
+        """Name -> (shape, dtype) of what the caller allocates once: q, query, latent, lse and, with splits, the partial
+        results."""
         c, s = self.config, self.tactic.splits
         rows = c.tokens * c.heads
         shapes = {
@@ -223,7 +227,8 @@ def _specs(config: Config, tactic: Tactic) -> dict[str, KernelSpec]:
 
 
 def plan(config: Config, arch: str, tactic: Tactic | None = None, *, load: bool = True) -> Plan:
-    """Choose the tactic and fetch the kernels (`load=False`: describe only). Raises ValueError where `unavailable_reason` has one."""
+    """Choose the tactic and fetch the kernels (`load=False`: describe only). Raises ValueError where `unavailable_reason` has
+    one."""
     refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))
@@ -259,7 +264,8 @@ def run_attention(
     scratch: dict[str, torch.Tensor],
     stream: int | None = None,
 ) -> None:
-    """Attend with `scratch["query"]`: writes `scratch["latent"]` and `scratch["lse"]`; zeros and -inf where there is no context."""
+    """Attend with `scratch["query"]`: writes `scratch["latent"]` and `scratch["lse"]`; zeros and -inf where there is no
+    context."""
     if plan.tactic.splits == 1:
         latent, lse = scratch["latent"][None], scratch["lse"][None]
         plan.kernels["attend"](scratch["query"], cache, table, lengths, scales, latent, lse, stream=stream)

@@ -1,8 +1,11 @@
 """The MLA decode kernels: query projection with cache insert, absorb, split-context attention, merge, value projection with gate.
 
-Matrices meet the tensor core as `mma.m16n8k16`. The order of k inside a product is free as long as both operands agree, so a lane takes eight
-neighbouring values of a row for two steps; and the order of n is free as long as the output is read back alike, so where an operand lies with
-n contiguous (W_UK, the cached latents as values) a lane takes eight neighbouring n of a row for eight steps and pairs two rows by byte
+Matrices meet the tensor core as `mma.m16n8k16`. The order of k inside a product is free as long as both operands agree, so a
+lane takes eight
+neighbouring values of a row for two steps; and the order of n is free as long as the output is read back alike, so where an
+operand lies with
+n contiguous (W_UK, the cached latents as values) a lane takes eight neighbouring n of a row for eight steps and pairs two rows
+by byte
 permutation. Nothing is transposed in memory.
 """
 
@@ -13,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
-from ..device.ptx import copy_async, load_shared, mma_bf16, sigmoid
+from ..device.ptx import copy_async, load_shared, mma_bf16
 from ..device.vectors import load_words, load_words_streaming, pack_bf16, store_words, unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
@@ -25,11 +28,21 @@ KEYS = 64  # keys of one attention tile
 NEGATIVE_INFINITY = -float("inf")
 
 
-# -- small pieces --------------------------------------------------------------------------------------------------------------------------
+# -- small pieces ----------------------------------------------------------------------------------------------------------------
 
 
 def _at(tensor, offset, divisible_by=8):
     return tensor.iterator + cute.assume(offset, divby=divisible_by)
+
+
+def _reciprocal(x):
+    """1 / x of a positive normal number, to the last bit or next to it. A division would call a subroutine for its rare cases."""
+    guess = cute.arch.rcp_approx(x)
+    return guess * (Float32(2.0) - x * guess)
+
+
+def _sigmoid(x):
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2E), fastmath=True))
 
 
 def _pair(even, odd):
@@ -109,7 +122,7 @@ def _store_row_piece(tensor, offset, words, factor, fp8):
         store_words(_at(tensor, offset), words)
 
 
-# -- query: norms, q_b, cache insert -------------------------------------------------------------------------------------------------------
+# -- query: norms, q_b, cache insert ---------------------------------------------------------------------------------------------
 
 
 @cute.kernel
@@ -124,7 +137,8 @@ def _project(
     q: Output,
     c: cutlass.Constexpr,
 ):
-    """q = q_b(RMSNorm(q_a)), 16 rows a block; the last blocks write the cache rows. Eight warps split K, a token a warp for the norm."""
+    """q = q_b(RMSNorm(q_a)), 16 rows a block; the last blocks write the cache rows. Eight warps split K, a token a warp for the
+    norm."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
@@ -170,7 +184,7 @@ def _project(
             cute.arch.sync_threads()
     else:
         latent_norm = [load_words(_at(kv_norm.early(), i * 256 + lane * 8)) for i in range(LATENT // 256)]
-        factor = Float32(1.0) / scales.early()[1]
+        factor = _reciprocal(scales.early()[1])
         ready = dependency_wait()
         release_dependents()
         inputs, cached = x.after(ready), cache.after(ready)
@@ -194,7 +208,7 @@ def _store_shared(tensor, offset, words):
     inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[_at(tensor, offset), *words])
 
 
-# -- query: absorb W_UK --------------------------------------------------------------------------------------------------------------------
+# -- query: absorb W_UK ----------------------------------------------------------------------------------------------------------
 
 
 @cute.kernel
@@ -217,7 +231,7 @@ def _absorb(q: Dynamic, w_uk: Static, scales: Static, query: Output, c: cutlass.
                 for row in rows
             ]
         )
-    factor = Float32(1.0) / scales.early()[0]
+    factor = _reciprocal(scales.early()[0])
     token_ready = dependency_wait()
     release_dependents()
     source, target = q.after(token_ready), query.after(token_ready)
@@ -255,11 +269,12 @@ def _absorb(q: Dynamic, w_uk: Static, scales: Static, query: Output, c: cutlass.
         cute.arch.sync_threads()
 
 
-# -- attention over the paged latents ------------------------------------------------------------------------------------------------------
+# -- attention over the paged latents --------------------------------------------------------------------------------------------
 
 
 class _Tile:
-    """One stage of cached rows in shared memory, 16-byte pieces permuted within a row so that neither the score nor the value product
+    """One stage of cached rows in shared memory, 16-byte pieces permuted within a row so that neither the score nor the value
+    product
     meets a bank conflict. FP8 rows are kept as they are and widened on their way into registers."""
 
     def __init__(self, base, fp8):
@@ -287,8 +302,10 @@ class _Tile:
 
 
 def _issue(cache, table, stages, request, tile, first_tile, last_tile, length, c):
-    """Start copying a tile into its stage; always one group, so that groups count tiles. Keys past the context, and the tiles past this share
-    that keep the count, become zeros and read nothing: a product with a weight of 0 must not meet what a page holds beyond the context."""
+    """Start copying a tile into its stage; always one group, so that groups count tiles. Keys past the context, and the tiles
+    past this share
+    that keep the count, become zeros and read nothing: a product with a weight of 0 must not meet what a page holds beyond the
+    context."""
     thread, _, _ = cute.arch.thread_idx()
     start = cutlass.max(cutlass.min(tile, last_tile - 1), 0) * KEYS
     base = Int64(table[request, start // c.block_size]) * cache.stride[0] + start % c.block_size * ROW
@@ -314,7 +331,8 @@ def _attend(
     lse: Output,
     c: cutlass.Constexpr,
 ):
-    """Attention of 16 (token, head) rows of one request over one share of its context; both score and value operand is the cached row."""
+    """Attention of 16 (token, head) rows of one request over one share of its context; both score and value operand is the
+    cached row."""
     thread, _, _ = cute.arch.thread_idx()
     split, row_tile, request = cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
@@ -422,7 +440,7 @@ def _attend(
 
     # Normalise. A share without keys has total 0: zeros and -inf.
     if lane % 16 == 0:
-        rescale[warp * 2 + lane // 16] = cutlass.select_(total > 0.0, value_scale / total, Float32(0.0))
+        rescale[warp * 2 + lane // 16] = cutlass.select_(total > 0.0, value_scale * _reciprocal(total), Float32(0.0))
         if softmax_row < rows_total:
             natural = Float32(1.0 / LOG2E) * (maximum + cute.math.log2(total))
             lse[split, request * rows_total + softmax_row] = cutlass.select_(total > 0.0, natural, Float32(NEGATIVE_INFINITY))
@@ -474,13 +492,13 @@ def _merge(partial: Dynamic, partial_lse: Dynamic, latent: Output, lse: Output, 
         if weight > 0.0:  # an empty share left its partial unwritten
             value = value + weight * partial[split, row, part * 128 + thread]
         total = total + weight
-    latent[row, part * 128 + thread] = BFloat16(cutlass.select_(total > 0.0, value / total, Float32(0.0)))
+    latent[row, part * 128 + thread] = BFloat16(cutlass.select_(total > 0.0, value * _reciprocal(total), Float32(0.0)))
     if part == 0 and thread == 0:
         natural = base + cute.math.log2(total) * Float32(1.0 / LOG2E)
         lse[row] = cutlass.select_(total > 0.0, natural, Float32(NEGATIVE_INFINITY))
 
 
-# -- value projection and gate -------------------------------------------------------------------------------------------------------------
+# -- value projection and gate ---------------------------------------------------------------------------------------------------
 
 
 @cute.kernel
@@ -516,11 +534,11 @@ def _value(x: Dynamic, latent: Dynamic, w_uv: Static, y: Output, c: cutlass.Cons
             for w in cutlass.range_constexpr(4):
                 total = total + sums[w * 136 + thread // 16 * 17 + thread % 16]
             gate = Float32(x[out, c.q_rank + ROW + column])
-            y[out, column] = BFloat16(Float32(BFloat16(total)) * sigmoid(gate))
+            y[out, column] = BFloat16(Float32(BFloat16(total)) * _sigmoid(gate))
         cute.arch.sync_threads()
 
 
-# -- entries -------------------------------------------------------------------------------------------------------------------------------
+# -- entries ---------------------------------------------------------------------------------------------------------------------
 
 
 def mla_project(c, x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, q, stream):

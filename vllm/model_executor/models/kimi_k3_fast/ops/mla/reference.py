@@ -37,7 +37,8 @@ def query(
     eps: float = 1e-5,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The absorbed query [T, h, 576] and this step's cache rows [T, 576], before the cache's format and scales. Shapes are those of the op."""
+    """The absorbed query [T, h, 576] and this step's cache rows [T, 576], before the cache's format and scales. Shapes are
+    those of the op."""
     bf = Rounding(dtype).bf
     heads, rank = w_uk.shape[0], q_norm.numel()
     x, q_b, w_uk = x.to(dtype), q_b.to(dtype), w_uk.to(dtype)
@@ -60,7 +61,8 @@ def attention(
     value_scale: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Latent [T, h, 512] and natural log-sum-exp [T, h]. `cache` holds numbers (an FP8 cache widened); its scales are in the two factors."""
+    """Latent [T, h, 512] and natural log-sum-exp [T, h]. `cache` holds numbers (an FP8 cache widened); its scales are in the
+    two factors."""
     bf = Rounding(dtype).bf
     heads, block = query.shape[1], cache.shape[1]
     latent = torch.zeros(*query.shape[:2], LATENT, dtype=dtype)
