@@ -15,7 +15,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 TINY = replace(op.SMALL, tokens=3, experts=8)
-SCHEDULES = [op.Tactic(grouped=False), op.Tactic(grouped=True)]
+SCHEDULES = [op.PAIRS, op.GROUPED]
 
 
 def make_weights(
@@ -106,14 +106,14 @@ def test_grouping_lists_every_pair_once_and_no_padded_row() -> None:
     assert sorted(listed) == list(range(3 * config.top_k))
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
 @pytest.mark.parametrize("width", [64, 96])
-def test_the_kernels_compile(fresh_store: build.Store, arch: str, grouped: bool, width: int) -> None:
+def test_the_kernels_compile(fresh_store: build.Store, arch: str, tactic: op.Tactic, width: int) -> None:
     config = replace(op.SMALL, width=width)
-    for spec in op.plan(config, arch, op.Tactic(grouped), compiled=False).specs:
+    for spec in op.plan(config, arch, tactic, compiled=False).specs:
         folder = build.ensure(spec, arch)
         record = json.loads((folder / f"{spec.name}-{build.content_hash(spec, arch)}.json").read_text())
-        assert record["stack"] == record["local"] == 0, record
+        assert record["stack"] == 0, record
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None
     assert op.unavailable_reason(config, "sm_90a") is None
     for tactic in op.tactics(config):
         assert op.fitted(config, tactic) == tactic
-        assert config.hidden % (op.ROWS * tactic.tiles * (tactic.warps if tactic.grouped else 1)) == 0
+        assert config.hidden % (op.ROWS * tactic.tiles) == 0 and config.hidden // 128 % tactic.split == 0
 
 
 def test_scales_beyond_the_kernels_range_are_refused_when_loaded() -> None:
     scales = torch.full((2, 4), op.LARGEST_SCALE, dtype=torch.uint8)
     op.check_scales(scales, scales)
     scales[1, 2] = 255
-    with pytest.raises(ValueError, match="255 .NaN."):
+    with pytest.raises(ValueError, match="found 255"):
         op.check_scales(scales)
 
 

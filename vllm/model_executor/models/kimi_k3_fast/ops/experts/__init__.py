@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
 
 if TYPE_CHECKING:
     import torch
@@ -55,28 +55,32 @@ class Config:
 class Tactic:
     """How the work is cut.
 
-    split: warps that share the columns of a w13 tile; tiles: 16-row tiles of w2 that a warp has in flight;
-    warps: warps of a w2 block; resident: blocks for each SM in the grid of a kernel that walks over items.
+    split: warps that share the columns of a w13 tile; tiles: 16-row tiles of w2 that a warp fetches at a time; warps: warps of a w2 block;
+    slots: tokens of an expert that are multiplied at a time (grouped); resident: blocks for each SM in the grid of a kernel that walks
+    over items.
     """
 
     grouped: bool
     split: int = 4
     tiles: int = 2
     warps: int = 8
-    resident: int = 4
+    slots: int = 1
+    resident: int = 3
 
     def __str__(self) -> str:
-        return f"{'grouped' if self.grouped else 'pairs'}-s{self.split}-t{self.tiles}-w{self.warps}-r{self.resident}"
+        return (
+            f"{'grouped' if self.grouped else 'pairs'}-s{self.split}-t{self.tiles}-w{self.warps}-n{self.slots}-r{self.resident}"
+        )
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     """What the device half is specialised on; fields a kernel does not use are 0."""
 
-    tokens: int
     hidden: int
     width: int
     top_k: int
+    slots: int = 0
     words: int = 0  # 32-bit words that a lane loads of a weight row at a time
     split: int = 0
     tiles: int = 0
@@ -136,7 +140,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         return Refusal(Reason.OP_ARCH, f"experts: expected one of {', '.join(ARCHS)}, found {arch}")
     rules = [
         (1 <= config.tokens <= 64, f"1 to 64 tokens, found {config.tokens}"),
-        (config.hidden > 0 and config.hidden % 64 == 0, f"a latent width that is a multiple of 64, found {config.hidden}"),
+        (config.hidden > 0 and config.hidden % 128 == 0, f"a latent width that is a multiple of 128, found {config.hidden}"),
         (config.width > 0 and config.width % 32 == 0, f"an expert width that is a multiple of 32, found {config.width}"),
         (1 <= config.top_k <= config.experts, f"1 to {config.experts} experts for each token, found {config.top_k}"),
     ]
@@ -162,29 +166,34 @@ def _fitting(wanted: int, whole: int) -> int:
 
 def fitted(config: Config, tactic: Tactic) -> Tactic:
     """The tactic with its cuts made to divide this configuration's shape."""
-    chunks = config.hidden // (32 * words_for(config.hidden))
+    chunks = config.hidden // 128
     row_tiles = config.hidden // ROWS
     split = _fitting(tactic.split, chunks)
     if not tactic.grouped:
         warps = _fitting(tactic.warps, config.top_k)
-        return replace(tactic, split=split, warps=warps, tiles=_fitting(min(tactic.tiles, 2 * warps), row_tiles))
-    warps = _fitting(tactic.warps, row_tiles)
-    return replace(tactic, split=split, warps=warps, tiles=_fitting(tactic.tiles, row_tiles // warps))
+        return replace(tactic, split=split, warps=warps, slots=1, tiles=_fitting(min(tactic.tiles, 2 * warps), row_tiles))
+    return replace(tactic, split=max(split, 2), tiles=_fitting(tactic.tiles, row_tiles))
+
+
+PAIRS = Tactic(grouped=False, split=4, tiles=1, warps=8, resident=3)
+GROUPED = Tactic(grouped=True, split=4, tiles=2, warps=4, slots=4, resident=3)
+PAIRS_CUTS = (PAIRS, replace(PAIRS, split=7, warps=16, resident=2), replace(PAIRS, split=2, tiles=2, resident=5))
+GROUPED_CUTS = (GROUPED, replace(GROUPED, slots=8, resident=2), replace(GROUPED, split=7, tiles=4, resident=2))
 
 
 def default_tactic(config: Config) -> Tactic:
     """Pairs while nearly all are distinct experts."""
-    return fitted(config, Tactic(grouped=False) if config.tokens <= 8 else Tactic(grouped=True))
+    return fitted(config, PAIRS if config.tokens <= 8 else GROUPED)
 
 
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
     found: list[Tactic] = []
     for grouped in (False, True):
-        if grouped and config.tokens < 4 or not grouped and config.tokens > 16:
+        if (grouped and config.tokens < 4) or (not grouped and config.tokens > 16):
             continue
-        for split, tiles, warps, resident in ((4, 2, 8, 4), (7, 2, 8, 3), (4, 1, 16, 6), (2, 4, 4, 8)):
-            tactic = fitted(config, Tactic(grouped, split, tiles, warps, resident))
+        for tactic in GROUPED_CUTS if grouped else PAIRS_CUTS:
+            tactic = fitted(config, tactic)
             if tactic not in found:
                 found.append(tactic)
     return found
@@ -192,13 +201,13 @@ def tactics(config: Config) -> list[Tactic]:
 
 def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     """The kernels of one tactic, in launch order."""
-    t, k, hidden, width, e = config.tokens, config.top_k, config.hidden, config.width, config.experts
-    base = KernelConfig(tokens=t, hidden=hidden, width=width, top_k=k)
+    t, n = Sym("tokens"), Sym("pairs")  # the code is the same for every batch
+    k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
+    base = KernelConfig(hidden=hidden, width=width, top_k=k, slots=tactic.slots)
     w13 = replace(
         base,
-        words=words_for(hidden),
         split=tactic.split,
-        grid=min(SM_COUNT * tactic.resident, config.pairs * width // 8),
+        grid=SM_COUNT * tactic.resident,
         beta=config.beta,
         linear_beta=config.linear_beta,
     )
@@ -210,28 +219,26 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     num_tokens, num_active = (Param(name, "i32", (1,), ACTIVATION, align=4) for name in ("num_tokens", "num_active"))
     groups = [
         Param("offsets", "i32", (e + 1,), ACTIVATION, align=4),
-        Param("pairs", "i32", (t * k,), ACTIVATION, align=4),
+        Param("pairs", "i32", (n,), ACTIVATION, align=4),
         Param("active", "i32", (e,), ACTIVATION, align=4),
         num_active,
     ]
 
     def row_buffer(name: str, columns: int, access: object) -> Param:
-        return Param(name, "bf16", (t * k, columns), access)  # type: ignore[arg-type]
+        return Param(name, "bf16", (n, columns), access)  # type: ignore[arg-type]
 
     out = Param("out", "bf16", (t, hidden), OUTPUT)
-    make = functools.partial(_spec)
     if not tactic.grouped:
         return (
-            make("mxfp4_w13_pairs", w13, *first, z, ids, num_tokens, row_buffer("hidden", width, OUTPUT)),
-            make("mxfp4_w2_pairs", w2, *second, row_buffer("hidden", width, ACTIVATION), ids, weights, num_tokens, out),
+            _spec("mxfp4_w13_pairs", w13, *first, z, ids, num_tokens, row_buffer("hidden", width, OUTPUT)),
+            _spec("mxfp4_w2_pairs", w2, *second, row_buffer("hidden", width, ACTIVATION), ids, weights, num_tokens, out),
         )
-    spans = hidden // (ROWS * tactic.tiles * tactic.warps)
-    w2 = replace(w2, grid=min(SM_COUNT * tactic.resident, config.pairs * spans))
-    total = replace(base, threads=_fitting(128, hidden))
+    w2 = replace(w2, grid=SM_COUNT * tactic.resident)
+    total = KernelConfig(hidden=hidden, width=0, top_k=k, threads=_fitting(128, hidden))
     summed = Param("partial", "bf16", (t, k, hidden), ACTIVATION)
     return (
-        make("mxfp4_w13_grouped", w13, *first, z, *groups, row_buffer("hidden", width, OUTPUT)),
-        make(
+        _spec("mxfp4_w13_grouped", w13, *first, z, *groups, row_buffer("hidden", width, OUTPUT)),
+        _spec(
             "mxfp4_w2_grouped",
             w2,
             *second,
@@ -239,7 +246,7 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
             *groups,
             row_buffer("partial", hidden, OUTPUT),
         ),
-        make("experts_sum", total, summed, weights, num_tokens, out),
+        _spec("experts_sum", total, summed, weights, num_tokens, out),
     )
 
 
@@ -304,7 +311,7 @@ SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 def specs() -> list[KernelSpec]:
     """The served shapes (TP8 and TP16) with their default tactics, and the small shapes of the tests."""
     small = [SMALL, replace(SMALL, width=96, top_k=2)]
-    found = [spec for c in small for grouped in (False, True) for spec in specs_for(c, fitted(c, Tactic(grouped)))]
+    found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
     for width in (384, 192):
         for tokens in SERVED_TOKENS:
             config = Config(tokens=tokens, width=width)

@@ -1,15 +1,17 @@
 """MXFP4 experts on the tensor cores (mma.sync m16n8k16): weights are the 16-row operand, up to 8 tokens of one expert the other.
 
-Weights never touch shared memory. A lane loads 16 bytes of a row, 32 columns and so exactly one scale group, and decodes them in
-registers; the four lanes of a quad hold 128 neighbouring columns. The matrix unit does not care which column is called k = 0 as long as both
+A lane owns 4 * `words` bytes of a weight row at a time (16 for the served w13: 32 columns, one scale group) and decodes them in registers; the
+four lanes of a quad hold neighbouring columns, together a chunk. The matrix unit does not care which column is called k = 0 as long as both
 operands agree, so a decoded register holds the columns (i, i + 4) of a group of eight, which two masks give, instead of neighbours. The
 activation follows: `w13` pairs the columns of z with four byte permutations, and writes its own output in that order already.
 
 Decoding is exact: the nibble s|eem placed at bits 15 and 8..6 of a bf16 is the value times 2^-126, subnormals included, and one
 bf16x2 multiplication by 2^(s - 1) gives value * 2^(s - 127).
 
-Which expert a tile reads is known only after the dependency wait, so no weight can be fetched before it. All that a warp will read of its tile
-is therefore requested at once, before the first use.
+Which expert a tile reads is known only after the dependency wait, so no weight can be fetched before it, and everything depends on many bytes
+in flight. Loads to registers do not give that: the assembler moves them down to their use. So every warp copies asynchronously into a
+stage of shared memory of its own, all of a tile at once and the next tile's while it computes; a lane reads back its own codes, so
+a warp needs no barrier but its own.
 """
 
 from __future__ import annotations
@@ -18,38 +20,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from ..device.ptx import mma_bf16, sigmoid, store_bf16
-from ..device.vectors import load_words, load_words_streaming
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 ROWS = 16  # rows of a tensor-core tile
-LANES = 8  # tokens of a tensor-core tile
+PAD = 64  # bytes between activation rows in shared memory, so that the quads of two rows meet different banks
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------------------
-
-
-def _codes(pointer: Any, words: int) -> list[Any]:
-    """4 * `words` bytes of a weight row in registers."""
-    if words == 4:
-        return list(load_words_streaming(pointer))
-    if words == 2:
-        return list(
-            inline_ptx(
-                "ld.global.nc.L1::no_allocate.v2.u32 {{$w0}, {$w1}}, [{$r0}];",
-                write_only_types=[Uint32] * 2,
-                read_only_args=[pointer],
-            )
-        )
-    return [inline_ptx("ld.global.nc.u32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])]
-
-
-def _scale(pointer: Any) -> Any:
-    """One E8M0 byte."""
-    return inline_ptx("ld.global.nc.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
 
 
 def _factor(scale: Any) -> Any:
@@ -93,38 +74,90 @@ def _in_pairs(words: Any) -> list[Any]:
     return [bytes_of(a, c, 0x5410), bytes_of(a, c, 0x7632), bytes_of(b, d, 0x5410), bytes_of(b, d, 0x7632)]
 
 
-# -- one warp's product ----------------------------------------------------------------------------------------------------------
+# -- one warp's stage ------------------------------------------------------------------------------------------------------------
 
 
-def _product(tiles: list[Any], columns: Any, chunks: int, words: int, in_pairs: bool) -> list[list[Any]]:
-    """acc[tile] += weights[16, K] activation[K, 8] for the `chunks` * 32 * `words` columns that the pointers start at.
+def _copy(target: Any, source: Any, size: int, predicate: Any = None) -> None:
+    """Start copying `size` bytes (4, 8 or 16) from global to shared memory; 16 bytes pass the first-level cache by."""
+    cache = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
+    inline_ptx(f"cp.async.{cache} [{{$r0}}], [{{$r1}}], {size};", read_only_args=[target, source], predicate=predicate)
 
-    tiles: for each tile the pointers (codes of row g, of row g + 8, scales of row g, of row g + 8) at this lane's first column;
-    columns: pointer to this lane's token (lane // 4) at this lane's first column; in_pairs: its columns are already in pairs.
-    """
-    group = 32 * words  # columns of a chunk, over the quad
-    codes = [
-        [(_codes(lo + c * group // 2, words), _codes(hi + c * group // 2, words)) for c in range(chunks)]
-        for lo, hi, _, _ in tiles
-    ]
-    scales = [[(_scale(lo + c * words), _scale(hi + c * words)) for c in range(chunks)] for _, _, lo, hi in tiles]
 
-    def activation(chunk: int) -> list[Any]:
-        return [load_words(columns + chunk * group + 8 * word) for word in range(words)]
+def _read(pointer: Any, words: int) -> list[Any]:
+    """`words` registers from shared memory."""
+    if words == 1:
+        return [inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])]
+    places = ", ".join(f"{{$w{i}}}" for i in range(words))
+    return list(
+        inline_ptx(
+            f"ld.shared.v{words}.b32 {{{places}}}, [{{$r0}}];", write_only_types=[Uint32] * words, read_only_args=[pointer]
+        )
+    )
 
-    acc = [[Float32(0.0)] * 4 for _ in tiles]
-    following = activation(0)
-    for chunk in range(chunks):
-        current = following
-        if chunk + 1 < chunks:
-            following = activation(chunk + 1)
-        for word in range(words):
-            b = list(current[word]) if in_pairs else _in_pairs(current[word])
-            for tile in range(len(tiles)):
-                lower, upper = (_decode(codes[tile][chunk][half][word], _factor(scales[tile][chunk][half])) for half in (0, 1))
-                mma_bf16(acc[tile], (lower[0], upper[0], lower[1], upper[1]), b[0], b[1])
-                mma_bf16(acc[tile], (lower[2], upper[2], lower[3], upper[3]), b[2], b[3])
-    return acc
+
+def _read_scale(pointer: Any) -> Any:
+    return inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
+
+
+class Stage:
+    """What one warp fetches for `tiles` tiles of 16 rows and `slots` tokens over `chunks` chunks: where its parts lie, in bytes."""
+
+    def __init__(self, tiles: int, chunks: int, words: int, slots: int) -> None:
+        self.tiles, self.chunks, self.words, self.slots = tiles, chunks, words, slots
+        self.scale_row = chunks * words  # scale bytes of a row
+        self.token_row = chunks * 64 * words + PAD
+        self.scales = tiles * chunks * 2 * 128 * words
+        self.tokens = self.scales + tiles * ROWS * self.scale_row
+        self.tokens = -(-self.tokens // 16) * 16
+        self.size = -(-(self.tokens + slots * self.token_row) // 128) * 128
+
+    def fetch_codes(self, stage: Any, tile: int, lower: Any, upper: Any) -> None:
+        """lower, upper: pointers to this lane's first byte in rows g and g + 8."""
+        lane = cute.arch.lane_idx()
+        size = 4 * self.words
+        for chunk in range(self.chunks):
+            for half, source in enumerate((lower, upper)):
+                place = ((tile * self.chunks + chunk) * 2 + half) * 32 * size
+                _copy(stage + place + lane * size, source + chunk * 4 * size, size)
+
+    def fetch_token(self, stage: Any, slot: int, row: Any, predicate: Any = None) -> None:
+        """row: pointer to the first column of bf16 that this warp reads. A chunk's 16-byte units are stored word-major, see `product`."""
+        lane = cute.arch.lane_idx()
+        units = self.chunks * 4 * self.words
+        for first in range(0, units, 32):
+            unit = first + lane
+            chunk, within = unit // (4 * self.words), unit % (4 * self.words)
+            place = chunk * (4 * self.words) + (within % self.words) * 4 + within // self.words
+            wanted = predicate if first + 32 <= units else _both(unit < units, predicate)
+            _copy(stage + self.tokens + slot * self.token_row + place * 16, row + unit * 8, 16, wanted)
+
+    def product(self, stage: Any, count: Any, in_pairs: bool) -> list[list[Any]]:
+        """acc[tile] = weights[16, K] activation[K, 8]; the columns of the result from `count` on are of no meaning."""
+        lane = cute.arch.lane_idx()
+        row, quad = lane // 4, lane % 4
+        size = 4 * self.words
+        token = stage + self.tokens + cutlass.min(row, count - 1) * self.token_row + quad * 16
+        scale = stage + self.scales + row * self.scale_row + quad * self.words // 4
+        acc = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+        for chunk in range(self.chunks):
+            activation = [_read(token + (chunk * self.words + word) * 64, 4) for word in range(self.words)]
+            if not in_pairs:
+                activation = [_in_pairs(words) for words in activation]
+            for tile in range(self.tiles):
+                codes, factors = [], []
+                for half in (0, 1):
+                    place = ((tile * self.chunks + chunk) * 2 + half) * 32 * size
+                    codes.append(_read(stage + place + lane * size, self.words))
+                    factors.append(_factor(_read_scale(scale + (tile * ROWS + half * 8) * self.scale_row + chunk * self.words)))
+                for word, b in enumerate(activation):
+                    lower, upper = (_decode(codes[half][word], factors[half]) for half in (0, 1))
+                    mma_bf16(acc[tile], (lower[0], upper[0], lower[1], upper[1]), b[0], b[1])
+                    mma_bf16(acc[tile], (lower[2], upper[2], lower[3], upper[3]), b[2], b[3])
+        return acc
+
+
+def _both(a: Any, b: Any) -> Any:
+    return a if b is None else a & b
 
 
 def _tanh(x: Any) -> Any:
@@ -152,61 +185,113 @@ def _byte(tensor: Any, row: Any, length: int) -> Any:
 # -- w13 -------------------------------------------------------------------------------------------------------------------------
 
 
-def _hidden_tile(
-    c: Any, codes: Any, scales: Any, z: Any, hidden: Any, shared: Any, expert: Any, tile: Any, pair_of: Any, count: Any
-) -> None:
-    """SiTU(w1 z, w3 z) for 8 rows of one expert and up to 8 pairs: the block's warps split the columns and sum in shared memory.
-
-    pair_of: lane's token column 0..7 -> its pair (token * top_k + slot), any valid pair beyond `count`.
-    """
+def _fetch_w13(c: Any, layout: Stage, stage: Any, codes: Any, scales: Any, expert: Any, tile: Any) -> None:
+    """Start copying this warp's columns of 8 gate rows and the 8 up rows that belong to them."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    row, quad = lane // 4, lane % 4
-    length, chunks = c.hidden // 2, c.hidden // (32 * c.words) // c.split
-    first = warp * (chunks * 32 * c.words) + quad * (8 * c.words)  # this lane's first column
-    gate = expert * (2 * c.width) + tile * 8 + row
-    pointers = []
-    for base in (gate, gate + c.width):
-        pointers.append((_byte(codes, base, length) + first // 2, _byte(scales, base, c.hidden // 32) + first // 32))
-    (code_lo, scale_lo), (code_hi, scale_hi) = pointers
-    token = pair_of(row) // c.top_k
-    acc = _product(
-        [(code_lo, code_hi, scale_lo, scale_hi)], z.iterator + token * c.hidden + first, chunks, c.words, in_pairs=False
-    )[0]
+    first = warp * layout.chunks * 128  # this warp's first column
+    gate = expert * (2 * c.width) + tile * 8
+    lower, upper = (
+        _byte(codes, base + lane // 4, c.hidden // 2) + (first // 2 + lane % 4 * 16) for base in (gate, gate + c.width)
+    )
+    layout.fetch_codes(stage, 0, lower, upper)
+    total = ROWS * layout.chunks
+    for start in range(0, total, 32):
+        index = start + lane
+        row = index // layout.chunks
+        source = _byte(scales, gate + row % 8 + row // 8 * c.width, c.hidden // 32) + (first // 32 + index % layout.chunks * 4)
+        _copy(stage + layout.scales + index * 4, source, 4, None if start + 32 <= total else index < total)
 
+
+def _fetch_pair(c: Any, layout: Stage, stage: Any, codes: Any, scales: Any, inputs: Any, chosen: Any, item: Any) -> None:
+    """The tile of one (token, slot) pair."""
+    tiles = c.width // 8
+    pair = item // tiles
+    row = pair // c.top_k
+    _fetch_w13(c, layout, stage, codes, scales, chosen[row, pair % c.top_k], item % tiles)
+    layout.fetch_token(stage, 0, inputs.iterator + (row * c.hidden + cute.arch.warp_idx() * (layout.chunks * 128)))
+
+
+def _finish_pair(c: Any, layout: Stage, stage: Any, outputs: Any, shared: Any, item: Any) -> None:
+    tiles = c.width // 8
+    cute.arch.sync_warp()
+    acc = layout.product(stage, 1, in_pairs=False)
+    _finish_w13(c, acc[0], outputs, shared, item % tiles, item // tiles, 1)
+
+
+def _fetch_group(
+    c: Any, layout: Stage, stage: Any, weights: Any, inputs: Any, members: Any, expert: Any, tile: Any, start: Any, end: Any
+) -> None:
+    """The tile of one expert with the inputs of its pairs from `start` on, `c.slots` at most."""
+    _fetch_w13(c, layout, stage, *weights, expert, tile)
+    for slot in range(c.slots):
+        row = members[cutlass.min(start + slot, end - 1)] // c.top_k
+        source = inputs.iterator + (row * c.hidden + cute.arch.warp_idx() * (layout.chunks * 128))
+        layout.fetch_token(stage, slot, source, None if slot == 0 else start + slot < end)
+
+
+def _finish_group(
+    c: Any, layout: Stage, stage: Any, outputs: Any, shared: Any, members: Any, tile: Any, start: Any, end: Any
+) -> None:
+    cute.arch.sync_warp()
+    count = cutlass.min(end - start, c.slots)
+    acc = layout.product(stage, count, in_pairs=False)
+    column = (cute.arch.warp_idx() * 32 + cute.arch.lane_idx()) // 8 % 8
+    _finish_w13(c, acc[0], outputs, shared, tile, members[cutlass.min(start + column, end - 1)], count)
+
+
+def _finish_w13(c: Any, acc: list[Any], hidden: Any, shared: Any, tile: Any, pair: Any, count: Any) -> None:
+    """Sum the warps' parts in shared memory and write SiTU of the sums, in pair order; `pair` belongs to token column thread // 8 % 8."""
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     thread = warp * 32 + lane
     cute.arch.sync_threads()  # the previous tile's sums have been read
     for index in range(4):
-        shared[thread * 4 + index] = acc[index]
+        shared[index * (c.split * 32) + thread] = acc[index]
     cute.arch.sync_threads()
-    column, output = thread // 8, thread % 8
-    live = (thread < 64) & (column < count)
-    source = ((output * 4 + column // 2) % 32) * 4 + column % 2
+    column, output = thread // 8 % 8, thread % 8
+    source = output * 4 + column // 2
     total = [Float32(0.0), Float32(0.0)]
     for part in range(c.split):
         for half in (0, 1):
-            total[half] = total[half] + shared[part * 128 + source + 2 * half]
-    place = tile * 8 + (output % 4) * 2 + output // 4
+            total[half] = total[half] + shared[(column % 2 + 2 * half) * (c.split * 32) + part * 32 + source]
+    place = tile * 8 + (output % 4) * 2 + output // 4  # in pairs, see _decode
     value = _situ(total[0], total[1], c.beta, c.linear_beta)
-    store_bf16(hidden.iterator + pair_of(column % 8) * c.width + place, value, live)
+    store_bf16(hidden.iterator + pair * c.width + place, value, (thread < 64) & (column < count))
+
+
+def _byte(tensor: Any, row: Any, length: int) -> Any:
+    """Pointer to a row of a byte tensor; 64 bits, since all experts of a layer may exceed 2 GiB."""
+    return tensor.iterator + Int64(row) * length
 
 
 @cute.kernel
 def _w13_pairs(
     codes: Static, scales: Static, z: Dynamic, ids: Dynamic, num_tokens: Dynamic, hidden: Output, c: cutlass.Constexpr
 ):
+    layout = Stage(1, c.hidden // 128 // c.split, 4, 1)
+    size = layout.size
+    warp = cute.arch.warp_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    shared = cute.make_tensor(cute.arch.alloc_smem(Float32, c.split * 128, alignment=16), cute.make_layout(c.split * 128))
+    allocator = cutlass.utils.SmemAllocator()
+    stages = allocator.allocate(2 * c.split * layout.size, byte_alignment=128) + warp * (2 * layout.size)
+    shared = allocator.allocate_tensor(Float32, cute.make_layout(c.split * 128), byte_alignment=128)
     token = dependency_wait()
     release_dependents()
-    chosen = ids.after(token)
+    chosen, inputs, outputs = ids.after(token), z.after(token), hidden.after(token)
     tiles = c.width // 8
-    for item in range(block, num_tokens.after(token)[0] * (c.top_k * tiles), blocks):
-        pair = item // tiles
-        expert = chosen[pair // c.top_k, pair % c.top_k]
-        _hidden_tile(
-            c, codes.early(), scales.early(), z.after(token), hidden.after(token), shared, expert, item % tiles, lambda _: pair, 1
-        )
+    items = num_tokens.after(token)[0] * (c.top_k * tiles)
+    if block < items:
+        _fetch_pair(c, layout, stages, codes.early(), scales.early(), inputs, chosen, block)
+    cute.arch.cp_async_commit_group()
+    parity = Int32(0)
+    for item in range(block, items, blocks):
+        if item + blocks < items:
+            following = stages + (parity ^ 1) * size
+            _fetch_pair(c, layout, following, codes.early(), scales.early(), inputs, chosen, item + blocks)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(1)
+        _finish_pair(c, layout, stages + parity * size, outputs, shared, item)
+        parity = parity ^ 1
 
 
 @cute.kernel
@@ -221,52 +306,100 @@ def _w13_grouped(
     hidden: Output,
     c: cutlass.Constexpr,
 ):
+    layout = Stage(1, c.hidden // 128 // c.split, 4, c.slots)
+    size = layout.size
+    warp = cute.arch.warp_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    shared = cute.make_tensor(cute.arch.alloc_smem(Float32, c.split * 128, alignment=16), cute.make_layout(c.split * 128))
+    allocator = cutlass.utils.SmemAllocator()
+    stages = allocator.allocate(2 * c.split * layout.size, byte_alignment=128) + warp * (2 * layout.size)
+    shared = allocator.allocate_tensor(Float32, cute.make_layout(c.split * 128), byte_alignment=128)
     token = dependency_wait()
     release_dependents()
     starts, members, experts = offsets.after(token), pairs.after(token), active.after(token)
+    inputs, outputs = z.after(token), hidden.after(token)
+    weights = (codes.early(), scales.early())
     tiles = c.width // 8
-    for item in range(block, num_active.after(token)[0] * tiles, blocks):
+    items = num_active.after(token)[0] * tiles
+    if block < items:
+        expert = experts[block // tiles]
+        _fetch_group(c, layout, stages, weights, inputs, members, expert, block % tiles, starts[expert], starts[expert + 1])
+    cute.arch.cp_async_commit_group()
+    parity = Int32(0)
+    for item in range(block, items, blocks):
         expert = experts[item // tiles]
-        end = starts[expert + 1]
-        for start in range(starts[expert], end, LANES):
-            _hidden_tile(
-                c,
-                codes.early(),
-                scales.early(),
-                z.after(token),
-                hidden.after(token),
-                shared,
-                expert,
-                item % tiles,
-                lambda column: members[cutlass.min(start + column, end - 1)],
-                end - start,
-            )
+        start, end = starts[expert], starts[expert + 1]
+        stage = stages + parity * size
+        if item + blocks < items:
+            following = experts[(item + blocks) // tiles]
+            first, last = starts[following], starts[following + 1]
+            other = stages + (parity ^ 1) * size
+            _fetch_group(c, layout, other, weights, inputs, members, following, (item + blocks) % tiles, first, last)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(1)
+        _finish_group(c, layout, stage, outputs, shared, members, item % tiles, start, end)
+        for more in range(start + c.slots, end, c.slots):  # an expert with many tokens: its weights come again, from the L2 cache
+            cute.arch.sync_warp()
+            _fetch_group(c, layout, stage, weights, inputs, members, expert, item % tiles, more, end)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            _finish_group(c, layout, stage, outputs, shared, members, item % tiles, more, end)
+        parity = parity ^ 1
 
 
 # -- w2 --------------------------------------------------------------------------------------------------------------------------
 
 
-def _output_tiles(
-    c: Any, codes: Any, scales: Any, hidden: Any, expert: Any, first_row: Any, step: int, pair_of: Any
-) -> list[list[Any]]:
-    """`c.tiles` tiles of 16 rows of w2 times up to 8 hidden rows, `step` rows apart."""
+def _fetch_w2(c: Any, layout: Stage, stage: Any, codes: Any, scales: Any, expert: Any, row: Any) -> None:
+    """Start copying `layout.tiles` tiles of 16 neighbouring rows of one expert's w2, from `row` on."""
     lane = cute.arch.lane_idx()
-    row, quad = lane // 4, lane % 4
-    chunks, first = c.width // (32 * c.words), quad * (8 * c.words)
-    tiles = []
-    for tile in range(c.tiles):
-        base = expert * c.hidden + first_row + tile * step + row
-        ends = (base, base + 8)
-        tiles.append(
-            (
-                *(_byte(codes, r, c.width // 2) + first // 2 for r in ends),
-                *(_byte(scales, r, c.width // 32) + first // 32 for r in ends),
-            )
+    base = expert * c.hidden + row
+    for tile in range(layout.tiles):
+        lower, upper = (
+            _byte(codes, base + (tile * ROWS + half * 8 + lane // 4), c.width // 2) + lane % 4 * (4 * layout.words)
+            for half in (0, 1)
         )
-    return _product(tiles, hidden.iterator + pair_of(row) * c.width + first, chunks, c.words, in_pairs=True)
+        layout.fetch_codes(stage, tile, lower, upper)
+    units = layout.tiles * ROWS * layout.scale_row // 16  # the rows' scales are one contiguous block
+    source = _byte(scales, base, layout.scale_row)
+    for start in range(0, units, 32):
+        index = start + lane
+        _copy(stage + layout.scales + index * 16, source + index * 16, 16, None if start + 32 <= units else index < units)
+
+
+def _fetch_slot(c: Any, layout: Stage, stage: Any, codes: Any, scales: Any, expert: Any, row: Any, source: Any) -> None:
+    """The tiles of one expert from `row` on, with one hidden row."""
+    _fetch_w2(c, layout, stage, codes, scales, expert, row)
+    layout.fetch_token(stage, 0, source)
+
+
+def _product_slot(layout: Stage, stage: Any) -> list[list[Any]]:
+    return layout.product(stage, 1, in_pairs=True)
+
+
+def _fetch_rows(
+    c: Any, layout: Stage, stage: Any, weights: Any, inputs: Any, members: Any, expert: Any, row: Any, start: Any, end: Any
+) -> None:
+    """The tiles of one expert from `row` on, with the hidden rows of its pairs from `start` on, `c.slots` at most."""
+    _fetch_w2(c, layout, stage, *weights, expert, row)
+    for slot in range(c.slots):
+        pair = members[cutlass.min(start + slot, end - 1)]
+        layout.fetch_token(stage, slot, inputs.iterator + pair * c.width, None if slot == 0 else start + slot < end)
+
+
+def _finish_rows(c: Any, layout: Stage, stage: Any, target: Any, members: Any, row: Any, start: Any, end: Any) -> None:
+    """Multiply, and write the product of every pair."""
+    cute.arch.sync_warp()
+    lane = cute.arch.lane_idx()
+    count = cutlass.min(end - start, c.slots)
+    acc = layout.product(stage, count, in_pairs=True)
+    for column in range(2):
+        position = lane % 4 * 2 + column
+        pair = members[cutlass.min(start + position, end - 1)]
+        place = target.iterator + (pair * c.hidden + row + lane // 4)
+        for index in range(c.tiles):
+            for half in range(2):
+                store_bf16(place + (index * ROWS + half * 8), acc[index][2 * half + column], position < count)
 
 
 @cute.kernel
@@ -281,21 +414,30 @@ def _w2_pairs(
     c: cutlass.Constexpr,
 ):
     """A block owns c.tiles * 16 rows of one token; its warps share the token's experts, and the sum runs in slot order."""
+    layout = Stage(c.tiles, c.width // (32 * c.words), c.words, 1)
+    size = layout.size
     tile, row, _ = cute.arch.block_idx()
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    height = c.tiles * ROWS
-    shared = cute.make_tensor(cute.arch.alloc_smem(Float32, c.top_k * height, alignment=16), cute.make_layout(c.top_k * height))
+    height, depth = c.tiles * ROWS, c.top_k // c.warps
+    allocator = cutlass.utils.SmemAllocator()
+    stages = allocator.allocate(c.top_k * layout.size, byte_alignment=128) + warp * (depth * layout.size)
+    shared = allocator.allocate_tensor(Float32, cute.make_layout(c.top_k * height), byte_alignment=128)
     token = dependency_wait()
     release_dependents()
     live = row < num_tokens.after(token)[0]
     if live:
-        for slot in range(warp, c.top_k, c.warps):
-            pair = row * c.top_k + slot
-            expert = ids.after(token)[row, slot]
-            acc = _output_tiles(
-                c, codes.early(), scales.early(), hidden.after(token), expert, tile * height, ROWS, lambda _: pair
-            )
-            weight = weights.after(token)[row, slot]
+        chosen, scaling, inputs = ids.after(token), weights.after(token), hidden.after(token)
+        for turn in cutlass.range_constexpr(depth):
+            slot = warp * depth + turn
+            source = inputs.iterator + (row * c.top_k + slot) * c.width
+            _fetch_slot(c, layout, stages + turn * size, codes.early(), scales.early(), chosen[row, slot], tile * height, source)
+            cute.arch.cp_async_commit_group()
+        for turn in cutlass.range_constexpr(depth):
+            slot = warp * depth + turn
+            weight = scaling[row, slot]
+            cute.arch.cp_async_wait_group(depth - 1 - turn)
+            cute.arch.sync_warp()
+            acc = _product_slot(layout, stages + turn * size)
             if lane % 4 == 0:
                 for index in cutlass.range_constexpr(c.tiles):
                     for half in cutlass.range_constexpr(2):
@@ -322,38 +464,49 @@ def _w2_grouped(
     partial: Output,
     c: cutlass.Constexpr,
 ):
-    """A block owns c.warps * c.tiles * 16 rows of one expert; every pair's product goes out in bf16, to be summed by `_sum`."""
+    """A warp owns c.tiles * 16 rows of one expert; every pair's product goes out in bf16, to be summed by `_sum`."""
+    layout = Stage(c.tiles, c.width // (32 * c.words), c.words, c.slots)
+    size = layout.size
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    stages = cutlass.utils.SmemAllocator().allocate(2 * c.warps * layout.size, byte_alignment=128) + warp * (2 * layout.size)
     token = dependency_wait()
     release_dependents()
     starts, members, experts = offsets.after(token), pairs.after(token), active.after(token)
-    height = c.warps * c.tiles * ROWS
+    inputs, target = hidden.after(token), partial.after(token)
+    weights = (codes.early(), scales.early())
+    height = c.tiles * ROWS
     spans = c.hidden // height
-    for item in range(block, num_active.after(token)[0] * spans, blocks):
+    items = num_active.after(token)[0] * spans
+    mine, step = block * c.warps + warp, blocks * c.warps
+    if mine < items:
+        expert = experts[mine // spans]
+        _fetch_rows(
+            c, layout, stages, weights, inputs, members, expert, mine % spans * height, starts[expert], starts[expert + 1]
+        )
+    cute.arch.cp_async_commit_group()
+    parity = Int32(0)
+    for item in range(mine, items, step):
         expert = experts[item // spans]
-        end = starts[expert + 1]
-        first = (item % spans) * height + warp * ROWS
-        for start in range(starts[expert], end, LANES):
-            acc = _output_tiles(
-                c,
-                codes.early(),
-                scales.early(),
-                hidden.after(token),
-                expert,
-                first,
-                c.warps * ROWS,
-                lambda column: members[cutlass.min(start + column, end - 1)],
-            )
-            for column in cutlass.range_constexpr(2):
-                position = start + (lane % 4) * 2 + column
-                pair = members[cutlass.min(position, end - 1)]
-                target = partial.after(token).iterator + pair * c.hidden + first + lane // 4
-                for index in cutlass.range_constexpr(c.tiles):
-                    for half in cutlass.range_constexpr(2):
-                        value = acc[index][2 * half + column]
-                        store_bf16(target + (index * c.warps * ROWS + half * 8), value, Boolean(position < end))
+        start, end = starts[expert], starts[expert + 1]
+        stage = stages + parity * size
+        if item + step < items:
+            following = experts[(item + step) // spans]
+            first, last = starts[following], starts[following + 1]
+            other = stages + (parity ^ 1) * size
+            _fetch_rows(c, layout, other, weights, inputs, members, following, (item + step) % spans * height, first, last)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(1)
+        _finish_rows(c, layout, stage, target, members, item % spans * height, start, end)
+        for more in range(start + c.slots, end, c.slots):
+            cute.arch.sync_warp()
+            _fetch_rows(c, layout, stage, weights, inputs, members, expert, item % spans * height, more, end)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            _finish_rows(c, layout, stage, target, members, item % spans * height, more, end)
+        cute.arch.sync_warp()  # all lanes have read the stage that the next fetch overwrites
+        parity = parity ^ 1
 
 
 @cute.kernel
@@ -378,37 +531,33 @@ def _sum(partial: Dynamic, weights: Dynamic, num_tokens: Dynamic, out: Output, c
 
 def mxfp4_w13_pairs(config, codes, scales, z, ids, num_tokens, hidden, stream):
     """See `_w13_pairs`."""
-    _w13_pairs(codes, scales, z, ids, num_tokens, hidden, config).launch(
-        grid=[config.grid, 1, 1], block=[32 * config.split, 1, 1], stream=stream, use_pdl=True
-    )
+    grid, block = [config.grid, 1, 1], [32 * config.split, 1, 1]
+    _w13_pairs(codes, scales, z, ids, num_tokens, hidden, config).launch(grid=grid, block=block, stream=stream, use_pdl=True)
 
 
 def mxfp4_w13_grouped(config, codes, scales, z, offsets, pairs, active, num_active, hidden, stream):
     """See `_w13_grouped`."""
-    _w13_grouped(codes, scales, z, offsets, pairs, active, num_active, hidden, config).launch(
-        grid=[config.grid, 1, 1], block=[32 * config.split, 1, 1], stream=stream, use_pdl=True
-    )
+    grid, block = [config.grid, 1, 1], [32 * config.split, 1, 1]
+    kernel = _w13_grouped(codes, scales, z, offsets, pairs, active, num_active, hidden, config)
+    kernel.launch(grid=grid, block=block, stream=stream, use_pdl=True)
 
 
 def mxfp4_w2_pairs(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See `_w2_pairs`."""
+    grid, block = [config.hidden // (ROWS * config.tiles), out.shape[0], 1], [32 * config.warps, 1, 1]
     _w2_pairs(codes, scales, hidden, ids, weights, num_tokens, out, config).launch(
-        grid=[config.hidden // (ROWS * config.tiles), config.tokens, 1],
-        block=[32 * config.warps, 1, 1],
-        stream=stream,
-        use_pdl=True,
+        grid=grid, block=block, stream=stream, use_pdl=True
     )
 
 
 def mxfp4_w2_grouped(config, codes, scales, hidden, offsets, pairs, active, num_active, partial, stream):
     """See `_w2_grouped`."""
-    _w2_grouped(codes, scales, hidden, offsets, pairs, active, num_active, partial, config).launch(
-        grid=[config.grid, 1, 1], block=[32 * config.warps, 1, 1], stream=stream, use_pdl=True
-    )
+    grid, block = [config.grid, 1, 1], [32 * config.warps, 1, 1]
+    kernel = _w2_grouped(codes, scales, hidden, offsets, pairs, active, num_active, partial, config)
+    kernel.launch(grid=grid, block=block, stream=stream, use_pdl=True)
 
 
 def experts_sum(config, partial, weights, num_tokens, out, stream):
     """See `_sum`."""
-    _sum(partial, weights, num_tokens, out, config).launch(
-        grid=[config.hidden // config.threads, config.tokens, 1], block=[config.threads, 1, 1], stream=stream, use_pdl=True
-    )
+    grid, block = [config.hidden // config.threads, out.shape[0], 1], [config.threads, 1, 1]
+    _sum(partial, weights, num_tokens, out, config).launch(grid=grid, block=block, stream=stream, use_pdl=True)
