@@ -69,7 +69,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -77,6 +76,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .cubin import resources
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +92,13 @@ class Access(enum.Enum):
     STATIC = "static"  # loaded weights and tables: may be read before the dependency wait
     ACTIVATION = "activation"  # written by an earlier kernel
     STATE = "state"  # cache or recurrent state, read and written in place
-    MAILBOX = "mailbox"  # written by peers: ordered by an acquire
+    MAILBOX = "mailbox"  # data written by peers: read behind an acquire, or by strong loads of words that carry their epoch
+    SIGNAL = "signal"  # flags by which peers order mailboxes: strong at system scope, released and acquired
     OUTPUT = "output"  # written here
     SCALAR = "scalar"  # a number, passed by value
 
 
-STATIC, ACTIVATION, STATE, MAILBOX, OUTPUT, SCALAR = Access
+STATIC, ACTIVATION, STATE, MAILBOX, SIGNAL, OUTPUT, SCALAR = Access
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Param:
     access: Access
     strides: tuple[int | Sym, ...] | None = None
     align: int = 16
+    points_to: Access | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,7 @@ def _guarded(spec: KernelSpec) -> Callable[..., None]:
         ACTIVATION: order.Dynamic,
         STATE: order.Dynamic,
         MAILBOX: order.Dynamic,
+        SIGNAL: order.Signal,
         OUTPUT: order.Output,
         SCALAR: lambda number: number,
     }
@@ -268,7 +272,8 @@ def _guarded(spec: KernelSpec) -> Callable[..., None]:
 
     def launcher(*args: Any) -> None:
         *values, stream = args
-        function(spec.config, *(wrap[p.access](value) for p, value in zip(spec.params, values, strict=True)), stream)
+        wrapped = (order.Peers(v) if p.points_to else wrap[p.access](v) for p, v in zip(spec.params, values, strict=True))
+        function(spec.config, *wrapped, stream)
 
     names = [*(p.name for p in spec.params), "stream"]
     scope: dict[str, Any] = {"launcher": launcher}
@@ -332,18 +337,6 @@ def tool(name: str) -> str:
     return on_path
 
 
-def _resources(cubin: Path) -> dict[str, int]:
-    """Registers, stack (spill) bytes and static shared memory of the one kernel in a cubin, as the assembler recorded them."""
-    text = subprocess.run([tool("cuobjdump"), "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
-    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL|BARRIER):(\d+)", text)}
-    return {
-        "registers": usage.get("REG", 0),
-        "stack": usage.get("STACK", 0),
-        "local": usage.get("LOCAL", 0),
-        "shared": usage.get("SHARED", 0),
-    }
-
-
 def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
     """Compile one kernel for one architecture and write its four files under `folder`. Returns the path of the `.o`.
 
@@ -362,12 +355,12 @@ def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
             "op": spec.op,
             "arch": arch,
             "config": repr(spec.config),
-            "params": [{**asdict(p), "access": p.access.value} for p in spec.params],
+            "params": [asdict(p) for p in spec.params],
             "dsl": dsl_version(),
             "host": platform.machine(),
-            **_resources(cubin),
+            **asdict(resources(cubin)),
         }
-        (Path(scratch) / "record.json").write_text(json.dumps(record, indent=1))
+        (Path(scratch) / "record.json").write_text(json.dumps(record, indent=1, default=lambda access: access.value))
         for kind, path in (("ptx", ptx), ("cubin", cubin), ("o", "launcher.o"), ("json", "record.json")):
             os.replace(Path(scratch) / path, folder / f"{stem}.{kind}")
     return folder / f"{stem}.o"

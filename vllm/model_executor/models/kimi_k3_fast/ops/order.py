@@ -8,6 +8,10 @@ parameter arrives wrapped in the type of its access, and only that type's door o
     x.after(token)   `Dynamic`: activations, caches, states, mailboxes. Needs an `Ordered` token, which only
                      `dependency_wait()` or an acquire of a mailbox hands out.
     y.after(token)   `Output`: needs the token as well: the previous kernel may still read the buffer that is written here.
+    f.acquire(token, i), f.release(token, i, value)
+                     `Signal`: flags between ranks, strong at system scope.
+    p.pointer(token, rank, type)
+                     `Peers`: a table of addresses. The table is static, what it points to is a peer's mailbox and is not.
 
 A wrong door is a TypeError while tracing, so it does not compile. What types cannot see, a wait that only some warps execute or a
 compiler that moves a load, is checked on PTX and SASS by `ops/verify.py`.
@@ -23,6 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 
 class Ordered:
@@ -124,3 +129,33 @@ class Dynamic(Guarded):
 
 class Output(Dynamic):
     """A tensor this kernel writes. Writing early would race with the kernel that still reads the buffer's previous content."""
+
+
+class Signal(Dynamic):
+    """Flags (int32) by which ranks order their mailboxes."""
+
+    _alternative = "use .acquire(token, index) or .release(token, index, value)"
+
+    def acquire(self, token: Ordered, index: Any) -> Int32:
+        """The flag; what its writer wrote before releasing it may be read afterwards."""
+        pointer = self.after(token).iterator + index
+        return cute.arch.inline_ptx(
+            "ld.acquire.sys.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[pointer]
+        )
+
+    def release(self, token: Ordered, index: Any, value: Any) -> None:
+        """Set the flag; whoever acquires it sees everything this thread wrote before."""
+        pointer = self.after(token).iterator + index
+        cute.arch.inline_ptx("st.release.sys.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, Int32(value)])
+
+
+class Peers(Guarded):
+    """A table of addresses (int64), one for each rank, made once; behind each lies memory that other ranks write."""
+
+    _alternative = "use .pointer(token, rank, type)"
+
+    def pointer(self, token: Ordered, rank: Any, dtype: Any, align: int = 16) -> Any:
+        """A pointer into rank's memory, for accesses that the program places behind the wait that made `token`."""
+        if not isinstance(token, Ordered):
+            raise TypeError(f"Expected the Ordered token of dependency_wait() or of an acquire, found {type(token).__name__}.")
+        return cute.make_ptr(dtype, self._tensor[rank], cute.AddressSpace.gmem, assumed_align=align)

@@ -1,0 +1,176 @@
+"""The order checker: no kernel reads another's memory before the wait or the acquire that orders it.
+
+`check(spec, arch)` reads the PTX and the SASS of a kernel's artefact, follows every address back to a kernel parameter (`flow.py`) and holds
+each access against what the parameter's `Access` allows:
+
+  STATIC        read any time; never written.
+  ACTIVATION, STATE, OUTPUT
+                touched only where every path has executed the dependency wait; not by non-coherent loads, which promise that nobody writes
+                the memory while this kernel runs: under programmatic dependent launch the producer does.
+  MAILBOX       as above, and read only behind an acquire of a peer's writes, or by strong system-scope loads of words that carry their own
+                epoch.
+  SIGNAL        as above; read by strong system-scope loads, written with release or behind a system fence.
+
+A kernel in which no path executes the wait is refused: its successors could not rely on their own wait for anything older. So is a kernel
+whose weight loads stand before the wait in PTX and none does in SASS: the assembler has undone the point of the launch. What cannot be
+followed is an error, never a pass.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..build import Access, KernelSpec, content_hash, ensure, tool
+from ..cubin import parameter_offsets
+from . import ptx, sass
+from .flow import DATA, SHARED, Flow, Instruction, Kind, Program, Space, State, Unresolved, Use
+
+PEER = (Access.MAILBOX, Access.SIGNAL)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One violation: where (PTX or SASS), the instruction, and what is wrong with it."""
+
+    stage: str
+    instruction: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.problem}\n    {self.instruction}"
+
+
+@dataclass
+class Report:
+    """What was found in one kernel. `early`: static loads that start before the wait, by stage; `ordered`: accesses that stand behind it."""
+
+    kernel: str
+    arch: str
+    findings: list[Finding] = field(default_factory=list)
+    early: dict[str, int] = field(default_factory=dict)
+    ordered: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        counts = ", ".join(
+            f"{stage} {self.early.get(stage, 0)} early and {n} ordered accesses" for stage, n in self.ordered.items()
+        )
+        lines = [f"{'ok  ' if self.passed else 'FAIL'} {self.kernel} {self.arch}: {counts}", *map(str, self.findings)]
+        return "\n".join(lines)
+
+
+class _Judge:
+    """The rules, applied to each instruction that the flow visits."""
+
+    def __init__(self, stage: str, accesses: list[Access], pointees: list[Access | None]) -> None:
+        self.stage, self.accesses, self.pointees = stage, accesses, pointees
+        self.count = len(accesses)
+        self.findings: dict[tuple[str, str], None] = {}
+        self.early: set[int] = set()
+        self.ordered: set[int] = set()
+        self.waits_somewhere = False
+
+    def visit(self, instruction: Instruction, state: State, flow: Flow) -> None:
+        if instruction.kind is Kind.EXIT and state.waited:
+            self.waits_somewhere = True
+        for memory in instruction.memory:
+            if memory.space in (Space.GLOBAL, Space.GENERIC):
+                bits = flow.origins(memory, state)
+                for problem in self._problems(instruction, memory, bits, state):
+                    self.findings[instruction.text, problem] = None
+
+    def _touched(self, bits: int) -> list[Access]:
+        """What an address with these origins may point into: parameters, and what pointers kept in parameters point to."""
+        found = [self.accesses[i] for i in range(self.count) if bits >> i & 1]
+        found += [p for i, p in enumerate(self.pointees) if p and bits >> (self.count + i) & 1]
+        return found
+
+    def _problems(self, instruction: Instruction, memory, bits: int, state: State) -> Iterable[str]:  # noqa: ANN001
+        touched = self._touched(bits)
+        if not touched:
+            if not (memory.space is Space.GENERIC and bits & SHARED) and memory.use is not Use.PREFETCH:
+                yield "the address cannot be followed to a kernel parameter"
+            return
+        (self.ordered if state.waited else self.early).add(id(instruction))
+        if memory.use is Use.PREFETCH:
+            return
+        for access in dict.fromkeys(touched):
+            yield from self._rules(access, memory, state)
+
+    def _rules(self, access: Access, memory, state: State) -> Iterable[str]:  # noqa: ANN001
+        what = f"{memory.use.value} of {access.name}"
+        if access is Access.STATIC:
+            if memory.use is not Use.LOAD:
+                yield f"{what}: a static parameter is never written"
+            return
+        if not state.waited:
+            yield f"{what} before the dependency wait, on at least one path"
+        if memory.constant:
+            yield f"{what} by a non-coherent load, which assumes that no other kernel writes the memory meanwhile"
+        strong = memory.strong and memory.system
+        if access is Access.MAILBOX and memory.use is Use.LOAD and not strong and not state.acquired:
+            yield f"{what} without an acquire of the peer's writes on every path"
+        if access is Access.SIGNAL and not strong:
+            yield f"{what} by an access that does not synchronise at system scope"
+        if access is Access.SIGNAL and memory.use is not Use.LOAD and not memory.release and not state.fenced:
+            yield f"{what} without release: the peer may see the signal before the data"
+
+
+def check_program(stage: str, program: Program, accesses: list[Access], pointees: list[Access | None], report: Report) -> None:
+    """Run the rules over one program and add what they find to the report."""
+    judge = _Judge(stage, accesses, pointees)
+    count = len(accesses)
+    tables = {1 << i: 1 << (count + i) for i, pointee in enumerate(pointees) if pointee}
+    peers = sum(1 << i for i, access in enumerate(accesses) if access in PEER)
+    peers |= sum(1 << (count + i) for i, pointee in enumerate(pointees) if pointee in PEER)
+    try:
+        Flow(program, tables, peers).run(judge.visit)
+    except Unresolved as reason:
+        report.findings.append(Finding(stage, "", f"not followed: {reason}"))
+        return
+    report.findings += [Finding(stage, text, problem) for text, problem in judge.findings]
+    if not judge.waits_somewhere:
+        report.findings.append(Finding(stage, "", "no thread surely executes the dependency wait before it ends"))
+    report.early[stage], report.ordered[stage] = len(judge.early), len(judge.ordered)
+
+
+def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offsets: list[tuple[int, int]]) -> Report:
+    """Check a kernel's PTX and its SASS listing (`nvdisasm -c`) against the accesses that the spec declares."""
+    report = Report(spec.name, arch)
+    accesses, pointees = [p.access for p in spec.params], [p.points_to for p in spec.params]
+    for stage, parse in (("PTX", lambda: ptx.parse(ptx_text)[0]), ("SASS", lambda: sass.parse(sass_text, offsets))):
+        try:
+            if len(offsets) != len(spec.params):
+                raise Unresolved(f"expected {len(spec.params)} kernel parameters, as the spec declares, found {len(offsets)}")
+            program = parse()
+        except Unresolved as reason:
+            report.findings.append(Finding(stage, "", f"not followed: {reason}"))
+            continue
+        check_program(stage, program, accesses, pointees, report)
+    if report.early.get("PTX") and not report.early.get("SASS", 1):
+        moved = f"{report.early['PTX']} static loads stand before the wait in PTX and none in SASS: the assembler moved them (ld.global.nc?)"
+        report.findings.append(Finding("SASS", "", moved))
+    return report
+
+
+def check(spec: KernelSpec, arch: str) -> Report:
+    """Check the artefact of one kernel for one architecture, compiling it first if it is missing."""
+    stem = f"{spec.name}-{content_hash(spec, arch)}"
+    path = ensure(spec, arch) / stem
+    cubin = path.with_name(f"{stem}.cubin")
+    return check_files(spec, arch, path.with_name(f"{stem}.ptx").read_text(), disassemble(cubin), parameter_offsets(cubin))
+
+
+def disassemble(cubin: Path) -> str:
+    """The listing of a cubin's code."""
+    command = [tool("nvdisasm"), "-c", str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+__all__ = ["DATA", "Finding", "Report", "check", "check_files", "check_program", "disassemble"]

@@ -1,0 +1,229 @@
+"""SASS of one kernel, as `nvdisasm` prints it, as a `flow.Program`.
+
+SASS has no public reference; what is relied on here was read off compiled kernels and is pinned by tests:
+  - `ACQBULK` is griddepcontrol.wait, `PREEXIT` is griddepcontrol.launch_dependents;
+  - parameters lie in constant bank 0 from the offset that the cubin records, in declaration order;
+  - an address is a register pair whose low half carries the pointer, so following the low half is enough;
+  - an acquire is a `.STRONG` load followed by `CCTL.IVALL`; a release is a `MEMBAR` followed by a `.STRONG` store;
+  - `BSSY Bn, label` names the place to which `BSYNC Bn` sends the threads.
+An opcode that is not known may not touch memory: an unknown one with a memory operand is an error.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .flow import DATA, Instruction, Kind, Memory, Program, Space, Unresolved, Use
+
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+|\.L_\d+):")
+_REGISTER = re.compile(r"\bU?R\d+\b")
+_CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\w+)\+?)?(-?0x[0-9a-f]+)?\]")
+
+_KINDS = {
+    "ACQBULK": Kind.WAIT,
+    "MEMBAR": Kind.FENCE,
+    "EXIT": Kind.EXIT,
+    "RET": Kind.RETURN,
+    "BSSY": Kind.SET_JOIN,
+    "BSYNC": Kind.JOIN,
+    "CALL": Kind.CALL,
+    "BRA": Kind.BRANCH,
+    "JMP": Kind.BRANCH,
+}
+# Opcode -> (use, space of the memory operand). LDGSTS and bulk copies have a shared operand too, which does not matter here.
+_MEMORY = {
+    "LDG": (Use.LOAD, Space.GLOBAL),
+    "LDGMC": (Use.LOAD, Space.GLOBAL),
+    "LDGSTS": (Use.LOAD, Space.GLOBAL),
+    "LD": (Use.LOAD, Space.GENERIC),
+    "LDS": (Use.LOAD, Space.SHARED),
+    "LDSM": (Use.LOAD, Space.SHARED),
+    "LDL": (Use.LOAD, Space.LOCAL),
+    "STG": (Use.STORE, Space.GLOBAL),
+    "ST": (Use.STORE, Space.GENERIC),
+    "STS": (Use.STORE, Space.SHARED),
+    "STSM": (Use.STORE, Space.SHARED),
+    "STAS": (Use.STORE, Space.SHARED),
+    "STL": (Use.STORE, Space.LOCAL),
+    "ATOMG": (Use.ATOMIC, Space.GLOBAL),
+    "ATOM": (Use.ATOMIC, Space.GENERIC),
+    "ATOMS": (Use.ATOMIC, Space.SHARED),
+    "RED": (Use.ATOMIC, Space.GLOBAL),
+    "REDG": (Use.ATOMIC, Space.GLOBAL),
+    "REDAS": (Use.ATOMIC, Space.SHARED),
+    "UBLKPF": (Use.PREFETCH, Space.GLOBAL),
+}
+_SYNCS = ("SYNCS", "UCGABAR_ARV", "UCGABAR_WAIT", "BAR", "B2R", "ERRBAR", "CGAERRBAR")
+_ONLY_PREDICATES = re.compile(r"U?(ISETP|FSETP|HSETP2|DSETP|PLOP3|R2P|FCHK|P2R|VOTE)")
+
+
+def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
+    """The program of a listing (`nvdisasm -c`). `offsets`: (bank offset, size) of each kernel parameter. Raises Unresolved."""
+    program = Program([], {})
+    if len(re.findall(r"^\s*\.section\s+\.text\.", listing, flags=re.M)) != 1:
+        raise Unresolved("expected one kernel in the cubin")
+    for line in listing.splitlines():
+        label = _LABEL.match(line.strip())
+        if label:
+            program.labels[label[1]] = len(program.instructions)
+            continue
+        match = _LINE.search(line)
+        if match:
+            guard, opcode, operands = match.groups()
+            program.instructions.append(
+                _Reader(bool(guard) and guard not in ("@PT", "@UPT"), opcode, operands, offsets).instruction()
+            )
+    if not program.instructions:
+        raise Unresolved("expected SASS instructions, found none")
+    return program
+
+
+class _Reader:
+    """One SASS instruction taken apart."""
+
+    def __init__(self, guarded: bool, opcode: str, operands: str, offsets: list[tuple[int, int]]) -> None:
+        self.guarded, self.opcode = guarded, opcode
+        self.head, *self.parts = opcode.split(".")
+        self.operands = [
+            part.strip().replace(".reuse", "") for part in re.sub(r"\(\*.*?\*\)", "", operands).split(",") if part.strip()
+        ]
+        self.offsets = offsets
+        self.text = f"{opcode} {operands}".strip()
+
+    @property
+    def width(self) -> int:
+        """Registers that the access fills: its size in 32-bit words."""
+        sizes = [int(part) for part in self.parts if part in ("64", "128", "256")]
+        return sizes[0] // 32 if sizes else 1
+
+    def instruction(self) -> Instruction:
+        result = Instruction(self.text, guarded=self.guarded, kind=self._kind(), system="SYS" in self.parts)
+        if result.kind in (Kind.BRANCH, Kind.CALL, Kind.SET_JOIN):
+            self._jump(result)
+            return result
+        if result.kind is Kind.JOIN:
+            result.barrier = self.operands[0]
+            return result
+        result.memory = self._accesses()
+        written = self._written()
+        result.writes = tuple(written)
+        sources = self.operands[1:] if written and _REGISTER.fullmatch(self.operands[0]) else self.operands
+        if written and not _REGISTER.fullmatch(self.operands[0]):
+            result.guarded = True  # a predicate comes first: which register is written is a guess, so nothing is forgotten
+        result.reads = tuple(register for operand in sources for register in _REGISTER.findall(_without_descriptor(operand)))
+        self._constants(result, sources)
+        if any(
+            use in (Use.STORE, Use.ATOMIC) and space is not Space.GLOBAL for use, space in [_MEMORY.get(self.head, (None, None))]
+        ):
+            plain = [_REGISTER.fullmatch(operand) for operand in self.operands]
+            result.stored = tuple(name for match in plain if match for name in _span(match.group(), self.width))
+        if self.head == "S2UR" or self.head == "S2R":
+            result.params |= DATA
+        return result
+
+    def _kind(self) -> Kind:
+        if self.head in ("BRX", "BRXU", "JMX", "JMXU", "LEPC", "RPCMOV"):
+            raise Unresolved(f"an indirect branch: {self.text}")
+        if self.head == "CCTL" and "IVALL" in self.parts:
+            return Kind.INVALIDATE
+        if self.head == "BAR" and "ARV" not in self.parts or self.head in ("UCGABAR_WAIT", "BARWAIT"):
+            return Kind.BARRIER
+        return _KINDS.get(self.head, Kind.PLAIN)
+
+    def _jump(self, result: Instruction) -> None:
+        """Targets. A branch may carry its condition as an operand (`BRA P0, label`) or be taken where warps diverge (`BRA.DIV`)."""
+        result.targets = tuple(re.findall(r"`\((\.L\w+)\)", self.text))
+        conditions = [operand for operand in self.operands if re.fullmatch(r"!?U?P\d", operand)]
+        result.guarded |= bool(conditions) or "DIV" in self.parts or "CONV" in self.parts
+        if result.kind is Kind.SET_JOIN:
+            result.barrier = self.operands[0]
+
+    def _written(self) -> list[str]:
+        """Registers written. The first operand, when it is a register; behind leading predicates for opcodes that may have one."""
+        if not self.operands or self.head in ("RET", "BAR", "NANOSLEEP", "WARPSYNC", "BMOV", "DEPBAR", "R2P", "USETMAXREG"):
+            return []
+        first = next((i for i, operand in enumerate(self.operands) if not re.fullmatch(r"!?U?P(\d|T)", operand)), None)
+        if first is None or (first and _ONLY_PREDICATES.match(self.head)):
+            return []
+        if not _REGISTER.fullmatch(self.operands[first]) or self.head in ("STG", "ST", "STS", "STL", "RED", "REDG"):
+            return []
+        wide = self.width
+        if "WIDE" in self.parts or (self.head in ("I2F", "F2F", "DADD", "DMUL", "DFMA") and "F64" in self.parts):
+            wide = 2
+        return _span(self.operands[first], wide)
+
+    def _constants(self, result: Instruction, sources: list[str]) -> None:
+        """Constant-bank operands: which parameters' pointers they read. A wide load gives each register the words of its own offset."""
+        for operand in sources:
+            for bank, index, offset in _CONSTANT.findall(operand):
+                if int(bank, 16) != 0:
+                    continue
+                if index and index not in ("RZ", "URZ"):
+                    result.params |= self._any_pointer()
+                    continue
+                start = int(offset or "0", 16)
+                if self.head in ("LDC", "ULDC", "LDCU") and len(result.writes) > 1:
+                    result.each = tuple(self._pointer_at(start + 4 * i) for i in range(len(result.writes)))
+                else:
+                    result.params |= self._pointer_at(start)
+            if "cx[" in operand:
+                raise Unresolved(f"a bindless constant: {self.text}")
+
+    def _pointer_at(self, offset: int) -> int:
+        """The parameter whose pointer holds this byte of the bank; bytes behind the pointer are sizes, bytes before are the launch's."""
+        for i, (start, size) in enumerate(self.offsets):
+            if start <= offset < start + size:
+                return 1 << i if offset < start + 8 else DATA
+        return DATA
+
+    def _any_pointer(self) -> int:
+        return sum(1 << i for i in range(len(self.offsets)))
+
+    def _accesses(self) -> list[Memory]:
+        if self.head == "CCTL" and any("[" in operand for operand in self.operands):
+            use = Use.PREFETCH if "PF2" in self.parts else Use.LOAD if any(p.startswith("PF") for p in self.parts) else Use.STORE
+            return [self._access(use, Space.GLOBAL, self.operands[-1])]
+        if self.head == "UBLKCP":
+            return self._bulk_copy()
+        if self.head in _MEMORY:
+            use, space = _MEMORY[self.head]
+            brackets = [operand for operand in self.operands if "[" in operand and not operand.startswith("c[")]
+            return [self._access(use, space, brackets[-1])]
+        if self.head not in _SYNCS and any(
+            "[" in operand and not operand.startswith(("c[", "gdesc[")) for operand in self.operands
+        ):
+            raise Unresolved(f"a memory access that is not modelled: {self.text}")
+        return []
+
+    def _bulk_copy(self) -> list[Memory]:
+        """`UBLKCP.S.G [shared], [global], size` and `UBLKCP.G.S [global], [shared], size`."""
+        brackets = [operand for operand in self.operands if operand.startswith(("[", "desc["))]
+        if self.parts[:2] == ["S", "G"]:
+            return [self._access(Use.LOAD, Space.GLOBAL, brackets[1])]
+        if self.parts[:2] == ["G", "S"]:
+            return [self._access(Use.STORE, Space.GLOBAL, brackets[0])]
+        if self.parts[:1] == ["T"] or "S" in self.parts:
+            return []  # shared memory to shared memory
+        raise Unresolved(f"a bulk copy that is not modelled: {self.text}")
+
+    def _access(self, use: Use, space: Space, operand: str) -> Memory:
+        return Memory(
+            use,
+            space,
+            tuple(_REGISTER.findall(_without_descriptor(operand))),
+            strong="STRONG" in self.parts,
+            system="SYS" in self.parts,
+            constant="CONSTANT" in self.parts,
+        )
+
+
+def _without_descriptor(operand: str) -> str:
+    """`desc[UR4][R2.64+0x8]` without the descriptor, which holds no address."""
+    return re.sub(r"\bg?desc\[\w+\]", "", operand)
+
+
+def _span(register: str, count: int) -> list[str]:
+    """`count` neighbouring registers."""
+    letters, number = re.fullmatch(r"(U?R)(\d+)", register).groups()  # type: ignore[union-attr]
+    return [f"{letters}{int(number) + i}" for i in range(count)]
