@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # `harness` and `reference` are modules beside the tests
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def parallel_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """vLLM's groups with one rank over gloo, and a current config: what its parallel layers ask for when built."""
     from vllm.config import VllmConfig, set_current_vllm_config
