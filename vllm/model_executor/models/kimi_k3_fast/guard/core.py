@@ -24,6 +24,8 @@ from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
 from .totals import SCHEMA, Totals
 
 if TYPE_CHECKING:
+    import torch
+
     from .audit import Audit
 
 logger = logging.getLogger(__name__)
@@ -218,22 +220,49 @@ class Guard:
         self._audit = Audit(generation, views)
         self.ledger.layout({view.group: view.rows_per_slot for view in views if view.rows_per_slot > 1})
 
-    def audit_begin(self) -> None:
-        """Call right before a step that will declare its write-set: takes the digests if this step is sampled."""
+    def begin_writes(self) -> bool:
+        """Call right before a fast step runs, on every rank. Takes the audit's digests if they are due; True if the step is to be
+        compared with the standard path (see `shadow`)."""
         self._fast_steps += 1
-        every = self.policy.audit_every
-        if every and self._audit is not None and self._fast_steps % every == 0:
+        audit, shadow = self.policy.audit_every, self.policy.shadow_every
+        if audit and self._audit is not None and self._fast_steps % audit == 0:
             self._audit.begin()
+        return bool(shadow) and self._fast_steps % shadow == 0
 
-    def shadow_due(self) -> bool:
-        """Whether the fast step that follows is to be compared with the standard path."""
-        every = self.policy.shadow_every
-        return bool(every) and (self._fast_steps + 1) % every == 0
+    def shadow(
+        self,
+        plan_key: str,
+        fast: Mapping[str, torch.Tensor],
+        standard: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        depth: Mapping[str, int],
+        exact: Mapping[str, torch.Tensor] | None = None,
+    ) -> bool:
+        """Compare a fast step with the standard path: tensors [rows, ...] by name, `logits` (or hidden states) and every state
+        written. Past the bar: a violation, and the step is saved for `k3fast replay-step`. True if all stay within."""
+        from .shadow import Step, compare, folder_for
+
+        self.count("shadow_steps")
+        found = compare(fast, standard, depth, exact)
+        self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
+        worst = max((d for d in found if not d.within), key=lambda d: d.distance / d.bar, default=None)
+        if worst is None:
+            return True
+        saved = None
+        try:
+            step = Step(plan_key, self.step, dict(inputs), dict(fast), dict(standard), dict(depth), self.policy.as_dict())
+            saved = step.save(folder_for(self.policy.events_path))
+        except OSError:
+            self.count("shadow_files_lost")
+        reason = Reason.SHADOW_LOGITS if worst.name == "logits" else Reason.SHADOW_STATE
+        where = {"plan_key": plan_key, "tensor": worst.name, "row": worst.row, "saved": str(saved or "")}
+        self.violation(reason, where, f"{worst.name}: relative distance {worst.distance:.3g}, bar {worst.bar:.3g}")
+        return False
 
     def _check_writes(
         self, write_set: WriteSet, facts: BatchFacts | None, plan_key: str | None, requests: int, tokens: int
     ) -> None:
-        found = self.ledger.check(write_set, facts.request_ids if facts else ())
+        found = self.ledger.check(write_set, facts.request_ids if facts else (), requests, tokens)
         if self._audit is not None and self._audit.begun:
             self.count("audited_steps")
             found += self._audit.end(write_set, requests, tokens, lambda slot: self.ledger.writer.get(slot, ""))

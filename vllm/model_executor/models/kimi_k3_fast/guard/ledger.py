@@ -63,13 +63,15 @@ class Ledger:
             return [Finding(Reason.SLOT_NOT_OWNED, where, "allocated while another request still owns it")]
         return []
 
-    def check(self, write_set: WriteSet, request_ids: Sequence[str]) -> list[Finding]:
-        """A step's declared writes against the owners. Values on a device are not read: that would wait for it."""
+    def check(self, write_set: WriteSet, request_ids: Sequence[str], requests: int, tokens: int) -> list[Finding]:
+        """A step's declared writes against the owners: the first `requests` slots and `tokens` rows, the others being padding.
+
+        Values on a device are not read, since that would wait for it; the audit reads them."""
         found = [*self._backwards(write_set)]
         if not self.followed or not request_ids:
             return found
-        declared = {("slots", g): _host(v) for g, v in write_set.slots.items()}
-        declared |= {("rows", g): _host(v) for g, v in write_set.rows.items()}
+        declared = {("slots", g): _host(v, requests) for g, v in write_set.slots.items()}
+        declared |= {("rows", g): _host(v, tokens) for g, v in write_set.rows.items()}
         slots = {}
         for (kind, group), values in declared.items():
             if values is not None:
@@ -103,7 +105,8 @@ class Ledger:
                 yield Finding(Reason.WRITE_OUTSIDE, {"buffer": name}, f"mailbox epoch went back from {before} to {epoch}")
 
 
-def _host(values: Any) -> list[int] | None:
+def _host(values: Any, count: int) -> list[int] | None:
+    values = values[:count]
     if not hasattr(values, "device"):
         return list(values)
     return values.tolist() if values.device.type == "cpu" else None

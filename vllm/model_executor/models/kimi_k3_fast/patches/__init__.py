@@ -57,17 +57,22 @@ def state() -> dict[str, dict[str, Any]]:
 
 
 def check() -> None:
-    """Tell the guard of patches that changed state, and of those that are installed but do not run."""
+    """Tell of patches that changed state, and of those that are installed but do not run: a worker its guard, the engine core the
+    workers, with the next scheduled step."""
     global _told
     states = state()
     visible = {name: {**patch, "ran": {hook: bool(n) for hook, n in patch["ran"].items()}} for name, patch in states.items()}
-    if visible != _told:
-        _told = visible
-        guard.current().patches(visible)
-    for name, patch in states.items():
-        for detail in _silent(name, patch):
-            if guard.current().once(f"patch {name}: {detail}"):
-                guard.current().violation(Reason.PATCH_NOT_RUN, {"patch": name}, detail)
+    silent = [(name, detail) for name, patch in states.items() for detail in _silent(name, patch)]
+    silent = [(name, detail) for name, detail in silent if guard.current().once(f"patch {name}: {detail}")]
+    if visible == _told and not silent:
+        return
+    _told = visible
+    if hooks.ran.get("scheduled") and not hooks.ran.get("step_received"):
+        hooks.process.update(patches=visible, silent=[*hooks.process.get("silent", ()), *silent])
+        return
+    guard.current().patches(visible)
+    for name, detail in silent:
+        guard.current().violation(Reason.PATCH_NOT_RUN, {"patch": name}, detail)
 
 
 def worker_report() -> str:

@@ -22,13 +22,13 @@ ran: dict[str, int] = {}
 check: Callable[[], None] = lambda: None  # noqa: E731  replaced by the package when patches are applied
 decide: Callable[[Any], bool] = lambda vllm_config: False  # noqa: E731  does this engine serve a model the guard watches?
 
-_SLOTS, _MARKS = "k3fast_slots", "k3fast_marks"
-_CHECK_EVERY = 64
+_SLOTS, _MARKS, _PROCESS = "k3fast_slots", "k3fast_marks", "k3fast_process"
+_CHECK_EVERY = 1024
 
 
 def _ran(name: str) -> None:
     count = ran[name] = ran.get(name, 0) + 1
-    if count % _CHECK_EVERY == 0:
+    if count % _CHECK_EVERY == 0 or count & (count - 1) == 0:  # and at 1, 2, 4, ...: soon after the start
         check()
 
 
@@ -54,6 +54,7 @@ def batch_dispatched(
 # -- patch 2: KV manager (engine core, and its receiving end in the workers) -------------------------------------------
 
 _outbox: list[tuple] = []
+process: dict[str, Any] = {}  # what this process has to say of its patches; rides with the next scheduled step
 _owner = ""
 _owner_of: dict[int, str] = {}  # block -> the request it was last allocated for
 _null = 0
@@ -113,6 +114,9 @@ def scheduled(scheduler_output: Any) -> None:
     if active() and _outbox:
         setattr(scheduler_output, _SLOTS, _outbox)
         _outbox = []
+    if active() and process:
+        setattr(scheduler_output, _PROCESS, dict(process))
+        process.clear()
 
 
 def step_received(scheduler_output: Any) -> None:
@@ -121,6 +125,11 @@ def step_received(scheduler_output: Any) -> None:
     changes = getattr(scheduler_output, _SLOTS, None)
     if changes and active():
         guard.current().slots_changed(changes)
+    said = getattr(scheduler_output, _PROCESS, None)
+    if said and active():
+        guard.current().patches({f"engine core {name}": state for name, state in said["patches"].items()})
+        for name, detail in said["silent"]:
+            guard.current().violation(Reason.PATCH_NOT_RUN, {"patch": name, "process": "engine core"}, detail)
 
 
 # -- patch 3: sampler (workers), and ending requests (engine core) -----------------------------------------------------

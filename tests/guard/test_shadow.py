@@ -1,0 +1,101 @@
+"""The shadow check: two correct implementations pass, a fault of 1e-2 in one of them does not, and the step can be replayed."""
+
+import pytest
+import torch
+
+from vllm.model_executor.models.kimi_k3_fast.guard import Guard, Policy, shadow
+
+LAYERS, ROWS, WIDTH = 6, 4, 256
+
+
+def step(dtype: torch.dtype, order: str, fault: float = 0.0, row: int | None = None) -> dict[str, torch.Tensor]:
+    """A small residual network: the same numbers summed in another order, with a fault in the first operator if asked."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+    tensors = {}
+    for layer in range(LAYERS):
+        weight = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
+        if order == "halves":
+            half = WIDTH // 2
+            y = x[:, :half] @ weight[:half] + x[:, half:] @ weight[half:]
+        else:
+            y = x @ weight
+        if layer == 0 and fault:
+            rows = slice(None) if row is None else slice(row, row + 1)
+            y[rows] = y[rows] * (1 + fault)
+        tensors[f"layers.{layer}.state"] = y.clone()
+        x = torch.nn.functional.silu(y) + x
+    tensors["logits"] = x
+    return tensors
+
+
+DEPTH = {**{f"layers.{i}.state": i for i in range(LAYERS)}, "logits": LAYERS}
+
+
+@pytest.fixture
+def guard(tmp_path):
+    return Guard(Policy(shadow_every=1, events_path=str(tmp_path / "e.jsonl")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_order_of_summation_stays_within_the_bar(guard, dtype):
+    assert guard.begin_writes()
+    assert guard.shadow("decode/t4", step(dtype, "halves"), step(dtype, "whole"), {}, DEPTH)
+    report = guard.report()
+    assert report["violations"]["by_reason"] == {}
+    assert report["counters"]["shadow_steps"] == 1
+    assert 0 < report["gauges"]["shadow_worst_ratio"] < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", [None, 2])
+def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guard, dtype, row):
+    inputs = {"input_ids": torch.arange(ROWS)}
+    fault = 1e-2 if dtype is torch.float32 else 2e-2
+    assert not guard.shadow("decode/t4", step(dtype, "halves", fault, row), step(dtype, "whole"), inputs, DEPTH)
+    report = guard.report()
+    assert report["violations"]["by_reason"] == {"shadow_state": 1}
+    where = report["violations"]["last"][0]["where"]
+    assert where["tensor"] == "layers.0.state", "the first operator's state is the furthest off for its depth"
+    assert row is None or where["row"] == row
+    assert guard.quarantined("decode/t4") and not guard.quarantined("decode/t8")
+    saved = shadow.Step.load(where["saved"])
+    assert torch.equal(saved.inputs["input_ids"], inputs["input_ids"])
+    assert any(not difference.within for difference in shadow.replay(where["saved"]))
+    assert all(d.within for d in shadow.replay(where["saved"], lambda saved: step(dtype, "halves"))), "repaired"
+
+
+def test_the_yardstick_of_a_float64_run_replaces_the_model_of_the_error():
+    exact = step(torch.float64, "whole")
+    standard = step(torch.bfloat16, "whole")
+    found = shadow.compare(step(torch.bfloat16, "halves"), standard, DEPTH, {n: t for n, t in exact.items()})
+    assert all(difference.within for difference in found)
+
+
+def test_a_nan_on_one_side_only_is_past_every_bar(guard):
+    fast = step(torch.float32, "whole")
+    fast["logits"][1, 3] = float("nan")
+    assert not guard.shadow("decode/t4", fast, step(torch.float32, "whole"), {}, DEPTH)
+    assert guard.report()["violations"]["by_reason"] == {"shadow_logits": 1}
+
+
+def test_sides_that_do_not_hold_the_same_tensors_are_an_error_not_a_pass():
+    fast = step(torch.float32, "whole")
+    with pytest.raises(ValueError, match="different tensors"):
+        shadow.compare({"logits": fast["logits"]}, fast, DEPTH)
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        shadow.compare({"logits": fast["logits"].double()}, {"logits": fast["logits"]}, DEPTH)
+
+
+def test_only_some_steps_are_kept_and_a_bad_file_is_named(guard, tmp_path):
+    for _ in range(shadow.KEPT_FILES + 3):
+        guard.step += 1
+        guard.shadow("decode/t4", step(torch.float32, "whole", 1e-2), step(torch.float32, "whole"), {}, DEPTH)
+    assert len(list((tmp_path / "k3fast-steps").glob("*.pt"))) == shadow.KEPT_FILES
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes(b"not a saved step")
+    with pytest.raises(ValueError, match=r"bad.pt: expected a step saved by the shadow check"):
+        shadow.Step.load(bad)
+    torch.save({"schema": 99}, bad)
+    with pytest.raises(ValueError, match="schema"):
+        shadow.Step.load(bad)

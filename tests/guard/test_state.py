@@ -1,0 +1,201 @@
+"""Ledger and audit: every kind of wrong write, injected into caches laid out like vLLM's (groups that share memory)."""
+
+import pytest
+import torch
+
+from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts, Guard, Path, Policy, StateView, WriteSet
+from vllm.model_executor.models.kimi_k3_fast.guard.audit import Audit, digests
+from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
+
+SLOTS, BLOCK, WIDTH, STATE = 8, 4, 6, 24  # a page is 24 floats: one KDA state, or 4 latent rows of 6
+
+
+class Caches:
+    """Two layers on one memory: group 0 keeps KDA state, group 1 latents; a block id belongs to one of them at a time."""
+
+    def __init__(self) -> None:
+        self.memory = torch.randn(SLOTS, STATE)
+        self.kda = self.memory
+        self.mla = self.memory.view(SLOTS, BLOCK, WIDTH)
+        self.buffer = torch.zeros(1, 16)
+
+    def views(self) -> list[StateView]:
+        return [
+            StateView("layers.0.state", "kda_recurrent", 0, 0, self.kda),
+            StateView("layers.1.latent", "mla_latent", 1, 1, self.mla, rows_per_slot=BLOCK),
+            StateView("residual", "buffer", -1, -1, self.buffer),
+        ]
+
+
+@pytest.fixture
+def audited():
+    """(caches, guard, step): slots 1 and 2 are KDA state of a and b, 3 and 4 their latent blocks; every step is audited."""
+    caches = Caches()
+    guard = Guard(Policy(audit_every=1))
+    guard.bind_state(1, caches.views())
+    guard.slots_changed([("allocated", "a", [1, 3]), ("allocated", "b", [2, 4])])
+
+    def step(write, write_set: WriteSet | None = None, requests: int = 2) -> dict:
+        """Run `write` as a decode step of a and b; the report's violations."""
+        guard.open_step(BatchFacts("none", requests, 4, requests, 4, True, ("a", "b")[:requests]))
+        guard.begin_writes()
+        write(caches)
+        declared = write_set or WriteSet(slots={0: [1, 2]}, rows={1: [3 * BLOCK + 1, 4 * BLOCK + 2]})
+        guard.close_step(Path.FAST, (), "decode/t2", requests, requests, requests, 0, declared)
+        return guard.report()
+
+    return caches, guard, step
+
+
+def good(caches: Caches) -> None:
+    caches.kda[[1, 2]] += 1
+    caches.mla[3, 1] += 1
+    caches.mla[4, 2] += 1
+
+
+def only(report: dict) -> tuple[str, dict]:
+    assert len(report["violations"]["last"]) == 1, report["violations"]
+    violation = report["violations"]["last"][0]
+    return violation["reason"], violation["where"]
+
+
+def test_declared_writes_by_owners_are_no_violation(audited):
+    _, _, step = audited
+    report = step(good)
+    assert report["violations"]["by_reason"] == {}
+    assert report["counters"]["audited_steps"] == 1
+
+
+def test_the_ledger_counts_what_the_manager_did(audited):
+    _, guard, _ = audited
+    guard.slots_changed([("shared", "c", [3]), ("freed", "", [2, 4])])
+    counters = guard.report()["counters"]
+    assert (counters["slots_allocated"], counters["slots_shared"], counters["slots_freed"]) == (4, 1, 2)
+
+
+def test_a_write_outside_the_write_set(audited):
+    _, guard, step = audited
+    reason, where = only(step(lambda caches: (good(caches), caches.mla[4, 3].add_(1))))
+    assert reason == "write_outside"
+    assert (where["layer"], where["slot"], where["row"], where["owner"], where["step"]) == (1, 4, 3, "b", 1)
+    assert guard.quarantined("decode/t2")
+
+
+def test_a_write_to_another_requests_slot(audited):
+    _, guard, step = audited
+    guard.slots_changed([("allocated", "c", [5])])
+
+    def write(caches):
+        good(caches)
+        caches.kda[5, 0] += 1
+
+    report = step(write)
+    assert {v["reason"] for v in report["violations"]["last"]} == {"write_outside"}
+    assert all(v["where"]["owner"] == "c" and v["where"]["slot"] == 5 for v in report["violations"]["last"])
+
+
+def test_a_write_to_the_null_block(audited):
+    _, _, step = audited
+    report = step(lambda caches: (good(caches), caches.kda[0, 3].add_(1)))
+    assert set(report["violations"]["by_reason"]) == {"null_block_written"}
+    assert report["violations"]["last"][0]["where"]["slot"] == 0
+
+
+def test_a_padded_row_that_writes(audited):
+    _, guard, step = audited
+    guard.slots_changed([("allocated", "c", [6])])
+    stale = WriteSet(slots={0: [1, 2, 6, -1]}, rows={1: [3 * BLOCK + 1, 4 * BLOCK + 2, -1, -1]})
+    report = step(lambda caches: (good(caches), caches.kda[6].add_(1)), stale)
+    assert report["violations"]["by_reason"]["padded_row_wrote"] >= 1
+    assert report["violations"]["last"][0]["where"]["slot"] == 6
+
+
+def test_a_padded_row_that_names_a_slot_but_does_not_write_is_fine(audited):
+    _, _, step = audited
+    stale = WriteSet(slots={0: [1, 2, 6, -1]}, rows={1: [3 * BLOCK + 1, 4 * BLOCK + 2, -1, -1]})
+    assert step(good, stale)["violations"]["by_reason"] == {}
+
+
+def test_a_buffer_that_was_not_declared(audited):
+    _, _, step = audited
+    reason, where = only(step(lambda caches: (good(caches), caches.buffer.add_(1))))
+    assert (reason, where["state"]) == ("write_outside", "residual")
+    declared = WriteSet(slots={0: [1, 2]}, rows={1: [13, 18]}, buffers=("residual",))
+    assert step(lambda caches: (good(caches), caches.buffer.add_(1)), declared)["violations"]["by_reason"] == {"write_outside": 1}
+
+
+def test_a_slot_of_a_freed_request(audited):
+    _, guard, step = audited
+    guard.slots_changed([("freed", "", [2])])
+    reason, where = only(step(good))
+    assert (reason, where["slot"], where["request"], where["owner"]) == ("slot_not_owned", 2, "b", "")
+
+
+def test_a_slot_given_to_another_request_meanwhile(audited):
+    _, guard, step = audited
+    guard.slots_changed([("freed", "", [2]), ("allocated", "c", [2])])
+    reason, where = only(step(good))
+    assert (reason, where["request"], where["owner"]) == ("slot_not_owned", "b", "c")
+
+
+def test_a_prefix_hit_makes_a_reader_not_a_writer(audited):
+    _, guard, step = audited
+    guard.slots_changed([("freed", "", [3, 4]), ("shared", "a", [3]), ("allocated", "b", [4])])
+    reason, where = only(step(good))
+    assert (reason, where["slot"]) == ("slot_not_owned", 3)
+
+
+def test_a_null_block_that_is_handed_out():
+    guard = Guard()
+    guard.slots_changed([("allocated", "a", [0])])
+    assert only(guard.report())[0] == "null_block_written"
+
+
+def test_a_slot_allocated_twice_without_a_free():
+    guard = Guard()
+    guard.slots_changed([("allocated", "a", [4]), ("allocated", "b", [4])])
+    reason, where = only(guard.report())
+    assert (reason, where["owner"], where["request"]) == ("slot_not_owned", "a", "b")
+
+
+def test_a_mailbox_epoch_that_goes_back(audited):
+    _, _, step = audited
+    declared = dict(slots={0: [1, 2]}, rows={1: [13, 18]})
+    assert step(good, WriteSet(**declared, epochs={"tp": 7}))["violations"]["by_reason"] == {}
+    reason, where = only(step(good, WriteSet(**declared, epochs={"tp": 6})))
+    assert (reason, where["buffer"]) == ("write_outside", "tp")
+
+
+def test_ownership_is_checked_again_only_after_a_change(audited):
+    _, guard, step = audited
+    step(good)
+    checked = guard.ledger._checked
+    assert checked is not None
+    guard.slots_changed([("freed", "", [2])])
+    assert guard.ledger._checked is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_any_single_changed_byte_changes_exactly_its_rows_digest(dtype):
+    tensor = torch.zeros(5, 3, 10, dtype=dtype)
+    view = StateView("x", "mla_latent", 0, 0, tensor, rows_per_slot=3)
+    before = digests(view)
+    raw = tensor.view(torch.uint8)
+    for byte in range(raw.shape[2]):
+        raw[2, 1, byte] ^= 1
+        assert (digests(view) != before).nonzero().flatten().tolist() == [7]
+        raw[2, 1, byte] ^= 1
+    assert torch.equal(digests(view), before)
+
+
+def test_views_with_gaps_between_their_slots():
+    memory = torch.randn(6, 32)
+    view = StateView("state", "kda_recurrent", 0, 0, memory[:, :20])
+    audit = Audit(1, [view])
+    audit.begin()
+    memory[3, 25] += 1  # behind the state: another view's business
+    assert audit.end(WriteSet(), 1, 1, lambda slot: "") == []
+    audit.begin()
+    memory[3, 5] += 1
+    found = audit.end(WriteSet(), 1, 1, lambda slot: "")
+    assert [finding.reason for finding in found] == [Reason.WRITE_OUTSIDE]

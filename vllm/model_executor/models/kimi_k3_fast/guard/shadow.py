@@ -1,0 +1,155 @@
+"""Shadow: a fast step against the same step on the standard path, by what it returned and every state it wrote.
+
+The bar is PyTorch's own error in the tensor's dtype. Each matrix product rounds its result; `own_error` measures by how
+much, against float64 on the same rounded inputs. A tensor behind n such roundings may differ between two correct
+implementations by the square root of n as much, times a margin. Where the caller has a float64 result of the step, the
+standard path's distance from it is the yardstick.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+MARGIN = 3.0
+ROUNDINGS_PER_LAYER = 4  # projection, recurrence or attention, output, feed-forward
+KEPT_FILES = 8
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@cache
+def own_error(dtype: torch.dtype, width: int = 1024) -> float:
+    """Relative RMS error of one product [64, width] x [width, 64] in `dtype` on the CPU, against float64 on the same inputs."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(64, width, generator=generator).to(dtype)
+    right = torch.randn(width, 64, generator=generator).to(dtype)
+    exact = left.double() @ right.double()
+    return relative_rms((left @ right).double(), exact)
+
+
+def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """sqrt(mean |found - expected|^2 / mean |expected|^2); infinite where only one of them is not finite."""
+    found, expected = found.double(), expected.double()
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(found)):
+        return math.inf
+    found, expected = found[finite], expected[finite]
+    error = (found - expected).square().sum().item()
+    scale = expected.square().sum().item()
+    return 0.0 if error == 0.0 else math.sqrt(error / scale) if scale else math.inf
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor: its relative RMS distance (the worst row's), the bar, and whether it stays within."""
+
+    name: str
+    distance: float
+    bar: float
+    row: int
+
+    @property
+    def within(self) -> bool:
+        return self.distance <= self.bar
+
+
+def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], exact: Tensors | None = None) -> list[Difference]:
+    """Every named tensor [rows, ...], row by row: a fault in one request must not drown in the others.
+
+    depth: layers before the tensor (0: none). exact: a float64 run of the same step, the yardstick where given.
+    Raises ValueError unless both sides hold the same names and shapes.
+    """
+    if set(fast) != set(standard):
+        raise ValueError(f"shadow: fast and standard hold different tensors: {sorted(set(fast) ^ set(standard))}")
+    found = []
+    for name, ours in fast.items():
+        theirs = standard[name]
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            raise ValueError(
+                f"shadow {name}: expected {theirs.dtype} {tuple(theirs.shape)}, found {ours.dtype} {tuple(ours.shape)}"
+            )
+        distances = [relative_rms(a, b) for a, b in zip(_rows(ours), _rows(theirs), strict=True)]
+        row = max(range(len(distances)), key=distances.__getitem__, default=0)
+        roundings = 1 + ROUNDINGS_PER_LAYER * depth.get(name, 0)
+        bar = MARGIN * own_error(_computed_in(ours.dtype, fast)) * math.sqrt(roundings)
+        if exact is not None:
+            bar = max(bar / math.sqrt(roundings), MARGIN * relative_rms(theirs, exact[name]))
+        found.append(Difference(name, distances[row] if distances else 0.0, bar, row))
+    return found
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").reshape(tensor.shape[0], -1)
+
+
+def _computed_in(dtype: torch.dtype, tensors: Tensors) -> torch.dtype:
+    """FP32 state of a bfloat16 model carries the error of its bfloat16 inputs: the coarsest dtype of the step counts."""
+    return max((dtype, *(t.dtype for t in tensors.values() if t.is_floating_point())), key=lambda d: torch.finfo(d).eps)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A saved step: what went in, what came out on both sides, and how far apart that was."""
+
+    plan_key: str
+    step: int
+    inputs: dict[str, torch.Tensor]
+    fast: dict[str, torch.Tensor]
+    standard: dict[str, torch.Tensor]
+    depth: dict[str, int]
+    settings: dict[str, Any]
+
+    def save(self, folder: Path) -> Path | None:
+        """Write it as plain tensors; None once enough steps of this process are kept."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{os.getpid()}-{self.step}.pt"
+        if len(list(folder.glob(f"step-{os.getpid()}-*.pt"))) >= KEPT_FILES:
+            return None
+        sides = {
+            side: {name: tensor.detach().to("cpu").clone() for name, tensor in getattr(self, side).items()}
+            for side in ("inputs", "fast", "standard")
+        }
+        torch.save({"schema": SCHEMA, **{**asdict_shallow(self), **sides}}, path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Step:
+        """Read a saved step; tensors and plain values only. Raises ValueError for anything else."""
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if saved.pop("schema") != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}")
+            return cls(**saved)
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError) as error:
+            raise ValueError(f"{path}: expected a step saved by the shadow check: {error}") from None
+        except Exception as error:  # the unpickler's own error type is not public
+            raise ValueError(f"{path}: expected a step saved by the shadow check: {type(error).__name__}") from None
+
+
+def asdict_shallow(step: Step) -> dict[str, Any]:
+    return {name: getattr(step, name) for name in step.__dataclass_fields__}
+
+
+def replay(path: Path, run: Callable[[Step], Tensors] | None = None) -> list[Difference]:
+    """The comparison of a saved step; with `run` (inputs to outputs, on the fast path of a loaded model) of a new run of it."""
+    step = Step.load(path)
+    return compare(step.fast if run is None else run(step), step.standard, step.depth)
+
+
+def folder_for(events_path: str) -> Path:
+    """Where steps are saved: beside the event file, or in the system's temporary folder."""
+    return Path(events_path).parent / "k3fast-steps" if events_path else Path(tempfile.gettempdir()) / "k3fast-steps"
+
+
+def as_rows(found: list[Difference]) -> list[dict[str, Any]]:
+    return [{**asdict(difference), "within": difference.within} for difference in found]
