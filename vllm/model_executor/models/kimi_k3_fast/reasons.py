@@ -178,8 +178,8 @@ class Reason(enum.Enum):
         "Lower `--max-num-seqs`, or accept the standard path at this batch size.",
     )
 
-    QUARANTINED = Explained(
-        "quarantined",
+    PLAN_QUARANTINED = Explained(
+        "plan_quarantined",
         Level.STEP,
         "This plan key was retired after a violation; its steps run on the standard path.",
         "Read the violation in the report; replay the saved step with `k3fast replay-step FILE`; restart to clear.",
