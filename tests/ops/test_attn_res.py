@@ -20,7 +20,15 @@ SMALL = [
     op.Config(2, 448, 0, False, 0, closed=2, rows=4, blocks=7),
     op.Config(4, 256, 3, True, normalise=False, closed=4, rows=4, blocks=4),
 ]
-FORMS = [(0, False, 0, True), (1, True, -1, True), (4, True, -1, True), (7, True, 7, True), (8, True, -1, True), (8, True, -1, False), (3, False, -1, True)]
+FORMS = [
+    (0, False, 0, True),
+    (1, True, -1, True),
+    (4, True, -1, True),
+    (7, True, 7, True),
+    (8, True, -1, True),
+    (8, True, -1, False),
+    (3, False, -1, True),
+]
 
 
 def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -72,7 +80,11 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], before: dict[str, t
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
-    [*SMALL, *(op.Config(t, 7168, *form[:3], normalise=form[3]) for form in FORMS for t in (1, 5, 64)), *(op.Config(2, 7168, 8, True, blocks=b) for b in (1, 2, 7, 8))],
+    [
+        *SMALL,
+        *(op.Config(t, 7168, *form[:3], normalise=form[3]) for form in FORMS for t in (1, 5, 64)),
+        *(op.Config(2, 7168, 8, True, blocks=b) for b in (1, 2, 7, 8)),
+    ],
     ids=str,
 )
 def test_error_is_within_twice_pytorchs_and_updates_are_exact(config: op.Config) -> None:

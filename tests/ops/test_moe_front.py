@@ -38,7 +38,9 @@ def test_refuses_what_it_cannot_compute() -> None:
     assert op.topk_unavailable_reason(op.TopkConfig(1, 2000, 16), "sm_90a").reason is Reason.OP_SHAPE
 
 
-@pytest.mark.parametrize("spec", [*map(op.spec, SMALL), op.topk_spec(op.TopkConfig(3, 48, 4)), op.topk_spec(op.TopkConfig(1))], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec", [*map(op.spec, SMALL), op.topk_spec(op.TopkConfig(3, 48, 4)), op.topk_spec(op.TopkConfig(1))], ids=lambda s: s.name
+)
 def test_compiles_without_spilling(spec: build.KernelSpec, arch: str, fresh_store: build.Store) -> None:
     (record,) = build.ensure(spec, arch).glob("*.json")
     assert json.loads(record.read_text())["stack"] == 0
@@ -60,18 +62,26 @@ def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.T
 
 
 def _outputs(config: op.Config) -> dict[str, torch.Tensor]:
-    shapes = {"logits": (config.experts, torch.float32), "z": (config.latent, torch.bfloat16), "hidden": (config.shared, torch.bfloat16)}
+    shapes = {
+        "logits": (config.experts, torch.float32),
+        "z": (config.latent, torch.bfloat16),
+        "hidden": (config.shared, torch.bfloat16),
+    }
     return {name: torch.full((config.tokens, n), float("nan"), device="cuda", dtype=dtype) for name, (n, dtype) in shapes.items()}
 
 
 def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
     betas = {"beta": config.beta, "linear_beta": config.linear_beta}
-    for found, exact, plain in zip(out.values(), reference.front(**case, **betas), reference.torch_form(**case, **betas), strict=True):
+    for found, exact, plain in zip(
+        out.values(), reference.front(**case, **betas), reference.torch_form(**case, **betas), strict=True
+    ):
         check_error(found, exact, plain)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 896, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str)
+@pytest.mark.parametrize(
+    "config", [*SMALL, *(op.Config(t, 7168, 896, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str
+)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 40.0)):  # the second saturates SiTU
@@ -112,14 +122,25 @@ def _logits(kind: str, tokens: int, experts: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["random", "equal", "many ties", "one warp", "saturated", "underflow"])
-@pytest.mark.parametrize("config", [op.TopkConfig(1), op.TopkConfig(8), op.TopkConfig(64), op.TopkConfig(3, 48, 4, scaling=2.4), op.TopkConfig(2, 1000, 20, False)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        op.TopkConfig(1),
+        op.TopkConfig(8),
+        op.TopkConfig(64),
+        op.TopkConfig(3, 48, 4, scaling=2.4),
+        op.TopkConfig(2, 1000, 20, False),
+    ],
+    ids=str,
+)
 def test_topk_chooses_as_the_plain_form(config: op.TopkConfig, kind: str) -> None:
     logits = _logits(kind, config.tokens, config.experts, 0)
     bias = torch.zeros(config.experts, device="cuda") if kind != "random" else torch.randn(config.experts, device="cuda") * 0.1
     ids, weights = _choose(config, logits, bias)
     assert ids.min() >= 0 and ids.max() < config.experts
     assert all(len(set(row)) == config.top_k for row in ids.tolist())
-    # The device's exp may differ from PyTorch's in the last bit, and so may the order of scores that close: compare the chosen scores.
+    # The device's exp may differ from PyTorch's in the last bit, and so may the order of scores that close: compare the chosen
+    # scores.
     wanted, wanted_weights = route(logits, bias, config.top_k, config.renormalise, config.scaling)
     ranked = torch.sigmoid(logits.double()) + bias.double()
     torch.testing.assert_close(ranked.gather(1, ids.long()), ranked.gather(1, wanted), rtol=0, atol=3e-7)

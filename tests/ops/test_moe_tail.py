@@ -51,7 +51,9 @@ def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
-    r = draw(config.tokens, config.latent) * scale * torch.logspace(-2, 1, config.tokens, device=device)[:, None]  # tokens differ in size
+    r = (
+        draw(config.tokens, config.latent) * scale * torch.logspace(-2, 1, config.tokens, device=device)[:, None]
+    )  # tokens differ in size
     return {
         "r": r.to(build.DTYPES[config.r_dtype][1]),
         "hidden": draw(config.tokens, config.shared).bfloat16(),
@@ -62,7 +64,9 @@ def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str)
+@pytest.mark.parametrize(
+    "config", [*SMALL, *(op.Config(t, 7168, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str
+)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 1e-4), (2, 1e3)):

@@ -57,7 +57,9 @@ def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, n, 7168) for n in (6288, 3216) for t in (1, 2, 7, 8, 16, 32, 64))], ids=str)
+@pytest.mark.parametrize(
+    "config", [*SMALL, *(op.Config(t, n, 7168) for n in (6288, 3216) for t in (1, 2, 7, 8, 16, 32, 64))], ids=str
+)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 300.0)):

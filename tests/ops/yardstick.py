@@ -6,11 +6,14 @@ import torch
 
 
 def check_error(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
-    """`found` against the float64 truth `exact`, no further off than twice PyTorch's `plain`, in the largest and in the root mean square error.
+    """`found` against the float64 truth `exact`, no further off than twice PyTorch's `plain`, in the largest and in the root
+    mean square error.
 
     One unit of bf16 rounding of the largest value is always allowed: where PyTorch is exact by luck, a kernel need not be.
     """
-    assert torch.isfinite(found).all(), f"expected finite values, found {(~torch.isfinite(found)).sum().item()} others of {found.numel()}"
+    assert torch.isfinite(found).all(), (
+        f"expected finite values, found {(~torch.isfinite(found)).sum().item()} others of {found.numel()}"
+    )
     exact, error, allowed = exact.double(), (found.double() - exact).abs(), (plain.double() - exact).abs()
     slack = exact.abs().max().item() * 2.0**-9 if found.dtype is torch.bfloat16 else exact.abs().max().item() * 2.0**-20
     assert error.max() <= 2 * allowed.max() + slack, f"largest error {error.max():.3e}, PyTorch's {allowed.max():.3e}"

@@ -1,11 +1,12 @@
-"""Geometry of the skinny matmul: a few tokens against a large BF16 matrix that is read once, row by row, as fast as memory gives it.
+"""Geometry of the skinny matmul: a few tokens against a large BF16 matrix that is read once, row by row, as fast as memory
+gives it.
 
     y[t, n] = sum_k x[t, k] * w[n, k]          x [T, K], w [N, K] row-major, T <= 64
 
-The matrix is the left operand of `mma.m16n8k16` (rows of w are its 16, tokens its 8), so a batch of 1 costs what a batch of 8 does. A lane
-takes 16 contiguous bytes of a row straight from global memory into registers, in the order the tensor core wants (the order of k inside a
-product is free as long as both operands agree). Loads of weights wait for nobody: the first `depth` of them are in flight before the
-dependency wait.
+The matrix is the left operand of `mma.m16n8k16` (rows of w are its 16, tokens its 8), so a batch of 1 costs what a batch of 8
+does. A lane takes 16 contiguous bytes of a row straight from global memory into registers, in the order the tensor core wants
+(the order of k inside a product is free as long as both operands agree). Loads of weights wait for nobody: the first `depth` of
+them are in flight before the dependency wait.
 
     grid    = groups x splits, the `splits` blocks of a group are one cluster
     group   = a contiguous share of the rows; shares differ by one row at most, so memory traffic is even
@@ -52,7 +53,9 @@ class Tactic:
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix along K, as one block sees it: `share` units of a split, `steps` of them for each warp (the last may be padding)."""
+    """One matrix along K, as one block sees it: `share` units of a split, `steps` of them for each warp (the last may be
+    padding).
+    """
 
     columns: int
     share: int
@@ -86,7 +89,9 @@ class Shape:
 
     @property
     def pitch(self) -> int:
-        """bf16 elements between two tokens in shared memory: an odd multiple of 64 bytes, so that eight tokens' reads share no bank."""
+        """bf16 elements between two tokens in shared memory: an odd multiple of 64 bytes, so that eight tokens' reads share no
+        bank.
+        """
         return self.steps * self.tactic.k_warps * UNIT + 32
 
     @property
@@ -130,7 +135,9 @@ class Shape:
 
 
 def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> Tactic:
-    """A tactic that fits, by the rules that measurements support so far; choices of single shapes come from the op's tactics.json."""
+    """A tactic that fits, by the rules that measurements support so far; choices of single shapes come from the op's
+    tactics.json.
+    """
     k, splits = sum(columns), 1
     while splits < 8 and (tokens * (k // splits) * 2 > 118 * 1024 or (tokens > 8 * splits and k // splits > 1024)):
         splits *= 2
@@ -142,3 +149,34 @@ def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 
         groups, held = groups * 2, ceil_div(ceil_div(rows, groups * 2), TILE)
         row_warps = ceil_div(held, tiles)
     return Tactic(groups, splits, row_warps, max(1, 8 // row_warps), tiles, depth=3 if tiles == 4 and tokens <= 16 else 4)
+
+
+def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> list[Tactic]:
+    """Tactics worth measuring, the default first: more or fewer warps along K, loads in flight, splits, and blocks of half the
+    size.
+    """
+    first = default_tactic(rows, columns, tokens, sms)
+    found = [first]
+    for splits in sorted({1, 2, first.splits, min(8, 2 * first.splits)}):
+        for waves in (1, 2):  # blocks for each SM
+            groups = min(waves * sms // splits, ceil_div(rows, TILE))
+            held = ceil_div(ceil_div(rows, groups), TILE)
+            for tiles in range(1, min(held, 4) + 1):
+                row_warps = ceil_div(held, tiles)
+                for k_warps, depth in ((8, 4), (8, 6), (4, 8), (4, 12), (16, 3), (2, 8), (1, 6)):
+                    found.append(Tactic(groups, splits, row_warps, k_warps, tiles, depth))
+    return [t for i, t in enumerate(found) if t not in found[:i] and _sensible(Shape(tokens, columns, t), rows, first)]
+
+
+def _sensible(shape: Shape, rows: int, first: Tactic) -> bool:
+    """Fits, wastes no warp, and keeps the registers of loads, sums and addresses within a thread's share of the register file."""
+    t = shape.tactic
+    registers = 16 * t.depth + 4 * t.tiles * shape.padded_tokens // 8 + 4 * t.tiles + 40
+    if t == first:
+        return True
+    fits = (
+        shape.problem() is None and shape.uncovered(rows) is None and registers * t.threads <= REGISTER_FILE and registers <= 250
+    )
+    busy = 4 <= t.threads // 32 <= 16 and all(part.steps * t.k_warps <= part.share * 1.2 for part in shape.parts[:1])
+    alone = shape.padded_tokens <= 8 or t.row_warps * t.k_warps >= 8
+    return fits and busy and alone and (t.row_warps == 1 or shape.padded_tokens > 8)

@@ -2,8 +2,8 @@
 
     prefix <- bf(prefix + delta)                           if the previous MLP's output is pending
     blocks[write] <- prefix                                if this layer closes a block
-    logit_j = rsqrt(mean(s_j^2) + eps) <s_j, score>        for the closed blocks 0..prev-1 and the prefix; score = norm weight * projection row
-    out = bf(RMSNorm(sum_j softmax_j(logit) s_j))          or without the norm, at the end of the model
+    logit_j = rsqrt(mean(s_j^2) + eps) <s_j, score>        for the closed blocks 0..prev-1 and the prefix; score = norm weight *
+    projection row out = bf(RMSNorm(sum_j softmax_j(logit) s_j))          or without the norm, at the end of the model
 
 All in fp32 between the bf. With prev = 0 the mixture is the prefix itself.
 """
@@ -20,7 +20,8 @@ from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSp
 
 @dataclass(frozen=True)
 class Config:
-    """`rows`: rows of the buffers `blocks` and `prefix` (the largest batch), `prev`: closed blocks mixed in, `write`: block to close, or -1.
+    """`rows`: rows of the buffers `blocks` and `prefix` (the largest batch), `prev`: closed blocks mixed in, `write`: block to
+    close, or -1.
 
     `blocks`: thread blocks of a token's cluster.
     """
@@ -122,7 +123,8 @@ def run(
     out: torch.Tensor,
     stream: int | None = None,
 ) -> None:
-    """score [D] fp32, norm [D] bf16, delta [T, D] bf16, blocks [closed, rows, D] and prefix [rows, D] bf16 (updated) -> out [T, D] bf16.
+    """score [D] fp32, norm [D] bf16, delta [T, D] bf16, blocks [closed, rows, D] and prefix [rows, D] bf16 (updated) -> out [T,
+    D] bf16.
 
     Without a pending delta or without the norm, any tensor of the right shape stands in; it is not read.
     """

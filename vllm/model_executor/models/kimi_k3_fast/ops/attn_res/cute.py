@@ -1,8 +1,8 @@
 """Device half of `attn_res`: one cluster per token, every source's bytes in flight at once, two exchanges of a few numbers.
 
-A token is 7168 columns of up to nine sources: 129 KB that one SM could not load fast enough. A cluster's blocks take a share of the columns each;
-a thread holds 8 columns of all sources in registers, so they are read once. What must be known of the whole row is little: two sums for each
-source, and one of the mixture. Blocks push them into each other's shared memory and meet.
+A token is 7168 columns of up to nine sources: 129 KB that one SM could not load fast enough. A cluster's blocks take a share of
+the columns each; a thread holds 8 columns of all sources in registers, so they are read once. What must be known of the whole
+row is little: two sums for each source, and one of the mixture. Blocks push them into each other's shared memory and meet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def pack(values: list[Any]) -> Any:
 def warp_sums(values: list[Any], lane: Any) -> tuple[Any, Any, Any]:
     """Sums of many values over a warp, each ending in one lane: (sum, which value, whether this lane holds one).
 
-    Each round halves the list: a lane keeps one half and sends its neighbour the other. n values cost about n shuffles instead of 5 n.
+    Each round halves the list: a lane keeps one half and sends its neighbour the other. n values cost about n shuffles instead
+    of 5 n.
     """
     which, count = cutlass.Int32(0), cutlass.Int32(len(values))
     for offset in (16, 8, 4, 2, 1):
@@ -75,7 +76,11 @@ class Exchange:
         return [self._over_blocks(at) for at in range(count)]
 
     def _over_blocks(self, at: int) -> Any:
-        words = [w for start in range(0, self.config.pitch, 4) for w in load_shared(self.all.iterator + (at * self.config.pitch + start))]
+        words = [
+            w
+            for start in range(0, self.config.pitch, 4)
+            for w in load_shared(self.all.iterator + (at * self.config.pitch + start))
+        ]
         total = words[0].bitcast(Float32)
         for word in words[1 : self.config.blocks]:
             total = total + word.bitcast(Float32)
@@ -83,7 +88,9 @@ class Exchange:
 
 
 @cute.kernel
-def _attn_res(score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, config: cutlass.Constexpr):
+def _attn_res(
+    score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, config: cutlass.Constexpr
+):
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
     row, rank = index // config.blocks, index % config.blocks
@@ -148,7 +155,9 @@ def _attn_res(score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, pref
     store_global(out.after(token).iterator + at, pack(mixed), real)
 
 
-def bf16_attn_res(config: Any, score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, stream: object) -> None:
+def bf16_attn_res(
+    config: Any, score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, stream: object
+) -> None:
     _attn_res(score, norm, delta, blocks, prefix, out, config).launch(
         grid=[config.tokens * config.blocks, 1, 1],
         block=[config.threads, 1, 1],

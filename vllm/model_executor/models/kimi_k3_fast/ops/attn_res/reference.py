@@ -8,7 +8,9 @@ from . import Config
 
 
 def updated(config: Config, delta: torch.Tensor, blocks: torch.Tensor, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """New (blocks, prefix) in bf16: the pending delta added, and the block closed if this layer closes one. Inputs stay as they are."""
+    """New (blocks, prefix) in bf16: the pending delta added, and the block closed if this layer closes one. Inputs stay as they
+    are.
+    """
     blocks, prefix, t = blocks.clone(), prefix.clone(), config.tokens
     if config.has_delta:
         prefix[:t] = (prefix[:t].float() + delta.float()).bfloat16()
@@ -17,7 +19,9 @@ def updated(config: Config, delta: torch.Tensor, blocks: torch.Tensor, prefix: t
     return blocks, prefix
 
 
-def mix(config: Config, score: torch.Tensor, norm: torch.Tensor, blocks: torch.Tensor, prefix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def mix(
+    config: Config, score: torch.Tensor, norm: torch.Tensor, blocks: torch.Tensor, prefix: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """out [T, D] in `dtype` arithmetic, not rounded, from the updated buffers."""
     t = config.tokens
     sources = torch.cat([blocks[: config.prev, :t], prefix[None, :t]]).to(dtype)

@@ -17,7 +17,9 @@ from .vectors import Words
 
 def load_shared(pointer: Any) -> Words:
     """16 bytes of this block's shared memory."""
-    return inline_ptx("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[pointer])
+    return inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[pointer]
+    )
 
 
 def store_shared(pointer: Any, words: Words, predicate: Boolean | None = None) -> None:
@@ -47,7 +49,9 @@ def store_f32(pointer: Any, value: Any, predicate: Boolean) -> None:
 
 def copy_async(target: Any, source: Any, wanted: Any, predicate: Boolean | None = None) -> None:
     """Start copying 16 bytes from global to shared memory. `wanted` is 16, or 0 to write 16 zeros and read nothing."""
-    inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, wanted], predicate=predicate)
+    inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, wanted], predicate=predicate
+    )
 
 
 def mma_bf16(acc: list[Any], a: Words, b0: Any, b1: Any) -> None:
@@ -82,7 +86,9 @@ def sigmoid(x: Any) -> Float32:
 
 def push_f32(pointer: Any, value: Any, rank: Any, predicate: Boolean) -> None:
     """Store one fp32 value at this shared-memory address in block `rank` of the cluster, where the predicate holds."""
-    peer = inline_ptx("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[pointer.toint(), Int32(rank)])
+    peer = inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[pointer.toint(), Int32(rank)]
+    )
     inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[peer, value], predicate=predicate)
 
 

@@ -57,8 +57,13 @@ class Block:
         self.row_warp, self.k_warp = self.warp // self.tactic.k_warps, self.warp % self.tactic.k_warps
         self.quad, self.slot = self.lane // 4, self.lane % 4  # row within 8; which 16 bytes of 64
         self.acc = [[[Float32(0.0)] * 4 for _ in range(shape.padded_tokens // 8)] for _ in range(self.tactic.tiles)]
-        self.bases = [[self._row_bases(w, part, tile) for tile in range(self.tactic.tiles)] for w, part in zip(weights, shape.parts, strict=True)]
-        self.order = [(p, j, m) for p, part in enumerate(shape.parts) for j in range(part.steps) for m in range(self.tactic.tiles)]
+        self.bases = [
+            [self._row_bases(w, part, tile) for tile in range(self.tactic.tiles)]
+            for w, part in zip(weights, shape.parts, strict=True)
+        ]
+        self.order = [
+            (p, j, m) for p, part in enumerate(shape.parts) for j in range(part.steps) for m in range(self.tactic.tiles)
+        ]
         self.ring: list[Any] = [None] * len(self.order)
         self.issued = 0
         self._issue(self.tactic.depth)
@@ -146,7 +151,9 @@ class Block:
 
     def norm_words(self, p: int, weight: Any) -> list[Words]:
         """This lane's 16 bytes of a norm weight at every step of part `p`."""
-        return [load_words(weight.iterator + (self._unit(p, j) * UNIT + self.lane % 8 * 8)) for j in range(self.shape.parts[p].steps)]
+        return [
+            load_words(weight.iterator + (self._unit(p, j) * UNIT + self.lane % 8 * 8)) for j in range(self.shape.parts[p].steps)
+        ]
 
     def inverse_rms(self, eps: float, columns: int) -> Callable[[int, int], Any]:
         """factor(n, c) for `scale`: rsqrt(mean(x^2) + eps) of token 8n + 2 slot + c. In a cluster, its blocks meet here."""
@@ -158,7 +165,9 @@ class Block:
             for rank in range(self.tactic.splits):
                 for warp in range(self.tactic.k_warps):
                     at = warp * 64 + token
-                    total = total + (self.smem.squares[at] if self.tactic.splits == 1 else peer_f32(self.smem.squares.iterator + at, rank))
+                    total = total + (
+                        self.smem.squares[at] if self.tactic.splits == 1 else peer_f32(self.smem.squares.iterator + at, rank)
+                    )
             return cute.math.rsqrt(total / Float32(columns) + Float32(eps))
 
         return factor
@@ -300,7 +309,11 @@ class Smem:
         self.partials = cute.make_tensor(both, cute.make_layout(shape.partial_floats * tactic.k_warps))
         two_levels = tactic.splits > 1 and tactic.k_warps > 1
         self.squares = allocator.allocate_tensor(Float32, cute.make_layout(64 * tactic.k_warps), byte_alignment=16)
-        self.sums = allocator.allocate_tensor(Float32, cute.make_layout(shape.partial_floats), byte_alignment=16) if two_levels else self.partials
+        self.sums = (
+            allocator.allocate_tensor(Float32, cute.make_layout(shape.partial_floats), byte_alignment=16)
+            if two_levels
+            else self.partials
+        )
 
 
 def min_int(a: int, b: int) -> int:

@@ -1,9 +1,10 @@
 """`moe_front`: everything that reads the MoE input m [T, D], and the choice of experts.
 
-Kernel 1, one matmul over three matrices that stay where the checkpoint loader put them: router logits (fp32), the latent z = m Wdown^T (bf16) and
-the shared experts' hidden = SiTU(gate, up) (bf16). Each group of blocks works on one matrix; the groups are dealt so that every block reads the
-same number of bytes. A rank that owns only some rows of the router and of the down-projection passes those rows.
-Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id), renormalised weights.
+Kernel 1, one matmul over three matrices that stay where the checkpoint loader put them: router logits (fp32), the latent z = m
+Wdown^T (bf16) and the shared experts' hidden = SiTU(gate, up) (bf16). Each group of blocks works on one matrix; the groups are
+dealt so that every block reads the same number of bytes. A rank that owns only some rows of the router and of the
+down-projection passes those rows. Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id),
+renormalised weights.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Config:
         groups = max(3, tactic.groups)
         held = ceil_div(max(ceil_div(r, g) for r, g in zip(self.rows, deal(self.rows, groups), strict=True)), 16)
         while tactic.row_warps * tactic.tiles < held:  # dealing whole groups to matrices leaves some with a tile more
-            tactic = replace(tactic, row_warps=tactic.row_warps + 1) if tactic.tiles >= 4 else replace(tactic, tiles=tactic.tiles + 1)
+            tactic = (
+                replace(tactic, row_warps=tactic.row_warps + 1) if tactic.tiles >= 4 else replace(tactic, tiles=tactic.tiles + 1)
+            )
         return replace(tactic, groups=groups)
 
 
@@ -124,7 +127,9 @@ def run(
     hidden: torch.Tensor,
     stream: int | None = None,
 ) -> None:
-    """m [T, D], router [E, D], down [L, D], gate_up [2S, D] -> logits [T, E] fp32, z [T, L] bf16, hidden [T, S] bf16, overwritten."""
+    """m [T, D], router [E, D], down [L, D], gate_up [2S, D] -> logits [T, E] fp32, z [T, L] bf16, hidden [T, S] bf16,
+    overwritten.
+    """
     compiled(plan)(router, down, gate_up, m, logits, z, hidden, stream=stream)
 
 
@@ -144,7 +149,9 @@ def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"topk: expected one of {', '.join(ARCHS)}, found {arch}")
     if not (1 <= config.top_k <= min(32, config.experts) and config.experts <= 1024):
-        return Refusal(Reason.OP_SHAPE, f"topk: expected at most 32 of at most 1024 experts, found {config.top_k} of {config.experts}")
+        return Refusal(
+            Reason.OP_SHAPE, f"topk: expected at most 32 of at most 1024 experts, found {config.top_k} of {config.experts}"
+        )
     return None
 
 

@@ -47,7 +47,16 @@ def segment(config: Any, which: int, weight: Static, x: Dynamic, out: Output, sm
 
 
 @cute.kernel
-def _front(router: Static, down: Static, gate_up: Static, x: Dynamic, logits: Output, z: Output, hidden: Output, config: cutlass.Constexpr):
+def _front(
+    router: Static,
+    down: Static,
+    gate_up: Static,
+    x: Dynamic,
+    logits: Output,
+    z: Output,
+    hidden: Output,
+    config: cutlass.Constexpr,
+):
     shape = config.shape
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
@@ -62,7 +71,15 @@ def _front(router: Static, down: Static, gate_up: Static, x: Dynamic, logits: Ou
 
 
 def bf16_front_skinny(
-    config: Any, router: Static, down: Static, gate_up: Static, x: Dynamic, logits: Output, z: Output, hidden: Output, stream: object
+    config: Any,
+    router: Static,
+    down: Static,
+    gate_up: Static,
+    x: Dynamic,
+    logits: Output,
+    z: Output,
+    hidden: Output,
+    stream: object,
 ) -> None:
     tactic = config.shape.tactic
     _front(router, down, gate_up, x, logits, z, hidden, config).launch(
@@ -80,8 +97,9 @@ def bf16_front_skinny(
 def _topk(bias: Static, logits: Dynamic, ids: Output, weights: Output, config: cutlass.Constexpr):
     """One block for a token, one thread for an expert.
 
-    The least of the first k warps' maxima is a bound that at least k experts reach; those that do (about a tenth) are listed, and an expert's
-    place is the number of listed ones before it. The order is total (score, then lower id), so places are distinct and ties settled.
+    The least of the first k warps' maxima is a bound that at least k experts reach; those that do (about a tenth) are listed,
+    and an expert's place is the number of listed ones before it. The order is total (score, then lower id), so places are
+    distinct and ties settled.
     """
     thread, _, _ = cute.arch.thread_idx()
     row, _, _ = cute.arch.block_idx()

@@ -24,6 +24,8 @@ def front(
 def torch_form(
     m: torch.Tensor, router: torch.Tensor, down: torch.Tensor, gate_up: torch.Tensor, beta: float, linear_beta: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as PyTorch writes it for bf16 weights: logits in fp32 arithmetic, z and gate_up rounded to bf16, SiTU in fp32 and rounded."""
+    """The same as PyTorch writes it for bf16 weights: logits in fp32 arithmetic, z and gate_up rounded to bf16, SiTU in fp32
+    and rounded.
+    """
     gate, up = linear(m, gate_up).float().chunk(2, dim=-1)
     return linear(m.float(), router.float()), linear(m, down), situ(gate, up, beta, linear_beta).bfloat16()

@@ -1,9 +1,9 @@
 """`moe_tail`: delta = RMSNorm(r) Wup^T + hidden Wdown^T, the end of a LatentMoE layer on one rank.
 
-r [T, L] is the experts' weighted sum in the latent space (already reduced over ranks), hidden [T, S] the shared experts' activation. Both
-products add into the same rows, so they are one matmul over K = L + S: one launch reads both matrices, and the sum is rounded once. The norm's
-factor is one number per token and is applied between the two parts. With tensor parallelism the up-projection may be a shard of rows or a
-share of K; the caller passes what this rank owns, and reduces delta.
+r [T, L] is the experts' weighted sum in the latent space (already reduced over ranks), hidden [T, S] the shared experts'
+activation. Both products add into the same rows, so they are one matmul over K = L + S: one launch reads both matrices, and the
+sum is rounded once. The norm's factor is one number per token and is applied between the two parts. With tensor parallelism the
+up-projection may be a shard of rows or a share of K; the caller passes what this rank owns, and reduces delta.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def _tail(up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, d
     block.reduce(lambda t, row, value, inside: store_bf16(out.iterator + (t * config.rows + row), value(0), inside))
 
 
-def bf16_norm_skinny(config: Any, up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, delta: Output, stream: object) -> None:
+def bf16_norm_skinny(
+    config: Any, up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, delta: Output, stream: object
+) -> None:
     tactic = config.shape.tactic
     _tail(up, down, norm, r, hidden, delta, config).launch(
         grid=[tactic.groups * tactic.splits, 1, 1],

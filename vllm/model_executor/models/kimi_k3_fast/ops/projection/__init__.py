@@ -1,7 +1,7 @@
 """`projection`: y = a W^T for up to 64 tokens, BF16 in, BF16 or FP32 out.
 
-The KDA and MLA input projections and every other matrix that is only multiplied. Weights are static, so they stream before the dependency
-wait; `ops/skinny.py` has the geometry. One launch, no workspace.
+The KDA and MLA input projections and every other matrix that is only multiplied. Weights are static, so they stream before the
+dependency wait; `ops/skinny.py` has the geometry. One launch, no workspace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from ..skinny import Shape, Tactic, default_tactic
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes: `tokens` of this (padded) batch, `rows` x `columns` of the weight. `out`: "bf16" or "f32". `tactic`: None for the default."""
+    """Sizes: `tokens` of this (padded) batch, `rows` x `columns` of the weight. `out`: "bf16" or "f32". `tactic`: None for the
+    default.
+    """
 
     tokens: int
     rows: int

@@ -1,0 +1,57 @@
+"""Stock vLLM's kernels for the work of the operators here, as far as this process can import them. None where it cannot: a
+benchmark says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # vLLM's import fails in many ways where it is not installed whole
+        print(f"stock {module}.{name} is not here: {type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
+def linear(a: torch.Tensor, weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """The CuTe skinny GEMM of vLLM where it takes this shape (up to 16 tokens)."""
+    skinny = _find("vllm.model_executor.kernels.linear.cute_dsl.skinny_gemm", "shape_dynamic_skinny_gemm")
+    if skinny is None or a.shape[0] > 16:
+        return None
+    try:
+        skinny(a, weight)
+    except Exception as error:
+        print(f"stock skinny GEMM refuses {tuple(a.shape)} x {tuple(weight.shape)}: {error}", file=sys.stderr)
+        return None
+    return skinny
+
+
+def attn_res() -> Callable[..., torch.Tensor] | None:
+    """(prefix, delta, blocks [T, NB, D], norm_weight, qk_weight, output_norm_weight, num_blocks, write, eps, output_eps) -> [T,
+    D].
+    """
+    return _find("vllm.models.kimi_k3.nvidia.ops.attn_res", "attn_res")
+
+
+def topk() -> Callable[[torch.Tensor, torch.Tensor, int], object] | None:
+    """(logits, bias, k) -> weights and ids, by the kernel vLLM's router calls for one group of sigmoid scores."""
+    grouped = _find("vllm._custom_ops", "grouped_topk")
+    return None if grouped is None else lambda logits, bias, k: grouped(logits, 1, 1, k, True, 1.0, bias, 1)
+
+
+def situ_and_mul() -> Callable[..., None] | None:
+    """(out [T, S], gate_up [T, 2S], beta, linear_beta)."""
+    _find("vllm._custom_ops", "grouped_topk")  # loads vLLM's libraries
+    return getattr(torch.ops._C, "situ_and_mul", None)
+
+
+def rms_norm() -> Callable[..., None] | None:
+    """(out, x, weight, eps)."""
+    return _find("vllm._custom_ops", "rms_norm")
