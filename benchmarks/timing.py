@@ -1,14 +1,16 @@
 """The one timer of every benchmark: CUDA-graph replay, cold L2, interleaved variants, medians, and where a number comes from.
 
-A decode kernel meets weights that no cache holds, inside a replayed graph. So a case is called over `copies` sets of its tensors, in turn,
-until the sets together exceed the L2 cache twice over; one graph holds `CALLS` such calls; and the graphs of all variants of a case are
-replayed in turn in the same process, so that clocks and neighbours touch them alike. The time of a call is the median over replays.
+A decode kernel meets weights that no cache holds, inside a replayed graph. So a case is called over `copies` sets of its tensors,
+in turn, until the sets together exceed the L2 cache twice over; one graph holds `CALLS` such calls; and the graphs of all
+variants of a case are replayed in turn in the same process, so that clocks and neighbours touch them alike. The time of a call is
+the median over replays.
 
-    cases = [Case({"tp": 8, "batch": 1}, moved_bytes, {"ours": lambda i: run(plan, w[i], x[i], y[i]), "stock": lambda i: ...}, copies)]
-    main("projection", cases)          # prints a table; `--json OUT` writes it with its provenance
+    variants = {"ours": lambda i: run(plan, w[i], x[i], y[i]), "stock": lambda i: ...}
+    main("projection", [Case({"tp": 8, "batch": 1}, moved_bytes, variants, copies, baseline="stock")])
 
-`copies_for(bytes_of_one_set)` says how many sets are needed. A case whose data is warm in the served model (activations of a few KB) uses
-one copy, and says so in its label.
+prints a table; `--json OUT` writes it with its provenance.
+`copies_for(bytes_of_one_set)` says how many sets are needed. A case whose data is warm in the served model (activations of a few
+KB) uses one copy, and says so in its label.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ REPLAYS = 41
 class Case:
     """One problem and the implementations that are compared on it.
 
-    `label`: what makes the problem (sizes, batch, tensor-parallel slice). `moved`: bytes that must cross the memory bus once, the floor.
-    `variants`: name -> function that runs the implementation on tensor set i. `copies`: number of tensor sets.
+    `label`: what makes the problem (sizes, batch, tensor-parallel slice). `moved`: bytes that must cross the memory bus once, the
+    floor. `variants`: name -> function that runs the implementation on tensor set i. `copies`: number of tensor sets.
     """
 
     label: dict[str, Any]
@@ -71,7 +73,10 @@ def copies_for(bytes_of_one_set: int, cap: int = 64) -> int:
 
 
 def _graph(run: Callable[[int], object], copies: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of about CALLS calls that goes over the copies in turn, and its number of calls. Warms up first: capture may not compile."""
+    """A graph of about CALLS calls that goes over the copies in turn, and its number of calls.
+
+    Warms up first: capture may not compile.
+    """
     calls = -(-CALLS // copies) * copies
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

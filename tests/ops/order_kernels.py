@@ -30,7 +30,7 @@ def leak(guarded: Any) -> Any:
     return guarded._tensor
 
 
-# -- weights and activations -------------------------------------------------------------------------------------------------------
+# -- weights and activations -----------------------------------------------------------------------------------------------------
 
 
 @cute.kernel
@@ -39,6 +39,15 @@ def _good(w: Static, x: Dynamic, y: Output):
     weight = w.early()[i]
     token = dependency_wait()
     y.after(token)[i] = weight * x.after(token)[i]
+
+
+@cute.kernel
+def _divides(w: Static, x: Dynamic, y: Output):
+    """Divisions and a root are subroutines in SASS; one is called before the wait and again behind it."""
+    i, _, _ = cute.arch.thread_idx()
+    quotient = w.early()[i] / w.early()[0]
+    token = dependency_wait()
+    y.after(token)[i] = quotient / x.after(token)[i] + cute.math.sqrt(quotient)
 
 
 @cute.kernel
@@ -127,7 +136,7 @@ def _chosen_pointer(w: Static, x: Dynamic, y: Output):
     y.after(token)[i] = value
 
 
-# -- mailboxes ---------------------------------------------------------------------------------------------------------------------
+# -- mailboxes -------------------------------------------------------------------------------------------------------------------
 
 
 @cute.kernel
@@ -193,7 +202,7 @@ def _sender(weakened: bool) -> KernelSpec:
     return _spec(_send, params, weakened)
 
 
-RIGHT = [_plain(_good), _receiver(False), _sender(False)]
+RIGHT = [_plain(_good), _plain(_divides), _receiver(False), _sender(False)]
 
 # Each mutant, with words of the finding that has to name it.
 MUTANTS = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from order_kernels import MUTANTS, RIGHT
 from scale_kernel import spec as scale_spec
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build, verify
+from vllm.model_executor.models.kimi_k3_fast.ops import build, commands, index, verify
 from vllm.model_executor.models.kimi_k3_fast.ops.build import KernelSpec
 from vllm.model_executor.models.kimi_k3_fast.ops.cubin import parameter_offsets
 
@@ -81,3 +82,53 @@ def test_what_cannot_be_followed_is_an_error(stage: str, old: str, new: str, wor
     texts[stage] = texts[stage].replace(old, new)
     report = verify.check_files(scale_spec(), "sm_90a", texts["ptx"], texts["sass"], offsets)
     assert words in str(report)
+
+
+def _one_of_each_kind() -> list[KernelSpec]:
+    """The first and the last spec of every kernel name. `k3fast kernels verify`, another step of CI, goes through all."""
+    chosen = []
+    for _, group in itertools.groupby(sorted(index.specs(), key=lambda s: (s.op, s.name)), key=lambda s: (s.op, s.name)):
+        members = list(group)
+        chosen += [members[0], members[-1]] if len(members) > 1 else members
+    return chosen
+
+
+@pytest.mark.parametrize("spec", _one_of_each_kind(), ids=lambda spec: spec.name)
+def test_every_kernel_keeps_the_order_and_its_registers(spec: KernelSpec, arch: str) -> None:
+    """Artefacts and verdicts are kept in the store, so that a second run checks only what changed."""
+    folders = [str(folder) for folder in build.store.folders]
+    verdict = commands._verify(folders, spec, arch)
+    assert not verdict["findings"], "\n".join(verdict["findings"])
+
+
+def test_the_commands_list_compile_and_verify(
+    fresh_store: build.Store, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(index, "specs", lambda op=None: [scale_spec(), MUTANTS[0][0]])
+    assert not any(row.compiled for row in commands.list_kernels(("sm_90a",)))
+    shipped = tmp_path_factory.mktemp("shipped")
+    rows = list(commands.compile_kernels(("sm_90a", "sm_103a"), out=shipped))
+    assert len(rows) == 4 and all(row.registers and row.stack == 0 for row in rows)
+    assert {path.name for path in shipped.iterdir()} == {"sm_90a", "sm_103a"}
+
+    build.store = build.Store([shipped, *fresh_store.folders])  # a host that was given the folder
+    assert all(row.compiled for row in commands.list_kernels(("sm_90a",)))
+    monkeypatch.setattr(build, "compile_artefact", lambda *_: pytest.fail("compiled although it was shipped"))
+    right, mutant = commands.verify_kernels(("sm_90a",))
+    assert right.passed and not mutant.passed
+    assert list(commands.verify_kernels(("sm_90a",))) == [right, mutant], "a kept verdict differs from the fresh one"
+    with pytest.raises(ValueError, match="sm_80"):
+        list(commands.verify_kernels(("sm_80",)))
+
+
+def test_a_spill_is_a_failure_unless_listed(fresh_store: build.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = scale_spec()
+    folder = build.ensure(spec, "sm_90a")
+    record = next(folder.glob("bf16_scale-*.json"))
+    record.write_text(record.read_text().replace('"stack": 0', '"stack": 16'))
+    folders = [str(f) for f in fresh_store.folders]
+    assert any("spilled" in finding for finding in commands._verify(folders, spec, "sm_90a")["findings"])
+    monkeypatch.setattr(index, "SPILLS", {"bf16_scale": "a test"})
+    commands._checker.cache_clear()
+    assert not commands._verify(folders, spec, "sm_90a")["findings"]
+    commands._checker.cache_clear()

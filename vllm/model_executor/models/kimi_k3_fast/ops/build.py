@@ -3,8 +3,8 @@
 How an op uses it
 -----------------
 1. Device half, `ops/<op>/cute.py`: a kernel and its entry. The entry is plain Python that runs while the kernel is traced. It
-   gets the config, each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel, whose
-   tensor arguments are the entry's, in the same order: so the order checker knows which kernel parameter is which tensor.
+   gets the config, each tensor wrapped in its access type (`ops/order.py`), and the stream, and launches exactly one kernel,
+   whose tensor arguments are the entry's, in the same order: so the order checker knows which kernel parameter is which tensor.
 
        @cute.kernel
        def _scale(w: Static, x: Dynamic, y: Output, columns: cutlass.Constexpr):

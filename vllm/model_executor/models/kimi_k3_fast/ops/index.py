@@ -1,7 +1,7 @@
 """Every kernel of the project, in one list: what `k3fast kernels list|compile|verify` and CI go through.
 
-An op joins by a module here; its `specs()` returns the kernels of the shapes that are served and of the small shapes that tests
-run.
+An op joins by its name here; its `specs()` returns the kernels that serving needs for its default shapes and those that cover
+each code path at a small size.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import importlib
 
 from .build import KernelSpec
 
-OPS: tuple[str, ...] = ()
+OPS: tuple[str, ...] = ("attn_res", "projection", "kda", "mla", "moe_front", "experts", "moe_tail")
+
+# A kernel that keeps registers in memory is a failure, unless it is listed here with the reason: kernel name -> why.
+SPILLS: dict[str, str] = {}
 
 
 def specs(op: str | None = None) -> list[KernelSpec]:
-    """The kernels of one op, or of all. Raises ValueError for an op that is not listed."""
+    """The kernels of one op, or of all; equal ones once. Raises ValueError for an op that is not listed."""
     if op is not None and op not in OPS:
         raise ValueError(f"Expected an op of {', '.join(OPS)}; found {op!r}.")
     package = __name__.rpartition(".")[0]
-    return [spec for name in ([op] if op else OPS) for spec in importlib.import_module(f"{package}.{name}").specs()]
+    found = [spec for name in ([op] if op else OPS) for spec in importlib.import_module(f"{package}.{name}").specs()]
+    return list(dict.fromkeys(found))

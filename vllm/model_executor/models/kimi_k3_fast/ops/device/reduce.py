@@ -21,7 +21,8 @@ def warp_max(value: Float32, lanes: int = 32) -> Float32:
 def block_sum(value: Float32, scratch: Any, warps: int) -> Float32:
     """Sum over all threads of a block of `warps` warps; every thread gets the result.
 
-    `scratch`: shared FP32 tensor of `warps` elements that nothing else uses between the two barriers here and the next block-wide barrier.
+    `scratch`: shared FP32 tensor of `warps` elements that nothing else uses between the two barriers here and the next block-wide
+    barrier.
     """
     thread, _, _ = cute.arch.thread_idx()
     value = warp_sum(value)

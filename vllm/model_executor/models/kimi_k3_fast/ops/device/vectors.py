@@ -1,7 +1,8 @@
 """Wide loads and stores, and BF16 packing: the pieces every memory-bound kernel here is made of.
 
-A 16-byte access is the widest a thread has on all three architectures. It travels as four 32-bit words; a word holds two BF16, the even
-element in the low half. FP32 is BF16 with 16 more mantissa bits, so unpacking is a shift or a mask and costs no conversion.
+A 16-byte access is the widest a thread has on all three architectures. It travels as four 32-bit words; a word holds two BF16,
+the even element in the low half. FP32 is BF16 with 16 more mantissa bits, so unpacking is a shift or a mask and costs no
+conversion.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def load_words(pointer: Any) -> Words:
 def load_words_streaming(pointer: Any) -> Words:
     """16 bytes that are read once: kept out of L1 and fetched with the 256 bytes around them.
 
-    Not `ld.global.nc`: the assembler moves a non-coherent load across `griddepcontrol.wait`, and so undoes a weight stream that was to start
-    before it (seen on sm_90a). A plain load stays where it was written.
+    Not `ld.global.nc`: the assembler moves a non-coherent load across `griddepcontrol.wait`, and so undoes a weight stream that
+    was to start before it (seen on sm_90a). A plain load stays where it was written.
     """
     return cute.arch.inline_ptx(
         "ld.global.L1::no_allocate.L2::256B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",

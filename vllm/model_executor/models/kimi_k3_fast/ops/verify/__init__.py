@@ -1,19 +1,19 @@
 """The order checker: no kernel reads another's memory before the wait or the acquire that orders it.
 
-`check(spec, arch)` reads the PTX and the SASS of a kernel's artefact, follows every address back to a kernel parameter (`flow.py`) and holds
-each access against what the parameter's `Access` allows:
+`check(spec, arch)` reads the PTX and the SASS of a kernel's artefact, follows every address back to a kernel parameter
+(`flow.py`) and holds each access against what the parameter's `Access` allows:
 
   STATIC        read any time; never written.
   ACTIVATION, STATE, OUTPUT
-                touched only where every path has executed the dependency wait; not by non-coherent loads, which promise that nobody writes
-                the memory while this kernel runs: under programmatic dependent launch the producer does.
-  MAILBOX       as above, and read only behind an acquire of a peer's writes, or by strong system-scope loads of words that carry their own
-                epoch.
+                touched only where every path has executed the dependency wait; not by non-coherent loads, which promise that
+                nobody writes the memory while this kernel runs: under programmatic dependent launch the producer does.
+  MAILBOX       as above, and read only behind an acquire of a peer's writes, or by strong system-scope loads of words that
+                carry their own epoch.
   SIGNAL        as above; read by strong system-scope loads, written with release or behind a system fence.
 
-A kernel in which no path executes the wait is refused: its successors could not rely on their own wait for anything older. So is a kernel
-whose weight loads stand before the wait in PTX and none does in SASS: the assembler has undone the point of the launch. What cannot be
-followed is an error, never a pass.
+A kernel in which no path executes the wait is refused: its successors could not rely on their own wait for anything older. So is
+a kernel whose weight loads stand before the wait in PTX and none does in SASS: the assembler has undone the point of the launch.
+What cannot be followed is an error, never a pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from ..build import Access, KernelSpec, content_hash, ensure, tool
 from ..cubin import parameter_offsets
 from . import ptx, sass
-from .flow import DATA, SHARED, Flow, Instruction, Kind, Program, Space, State, Unresolved, Use
+from .flow import SHARED, Flow, Instruction, Kind, Memory, Program, Space, State, Unresolved, Use
 
 PEER = (Access.MAILBOX, Access.SIGNAL)
 
@@ -45,7 +45,10 @@ class Finding:
 
 @dataclass
 class Report:
-    """What was found in one kernel. `early`: static loads that start before the wait, by stage; `ordered`: accesses that stand behind it."""
+    """What was found in one kernel.
+
+    `early`: static loads that start before the wait, by stage; `ordered`: accesses that stand behind it.
+    """
 
     kernel: str
     arch: str
@@ -91,7 +94,7 @@ class _Judge:
         found += [p for i, p in enumerate(self.pointees) if p and bits >> (self.count + i) & 1]
         return found
 
-    def _problems(self, instruction: Instruction, memory, bits: int, state: State) -> Iterable[str]:  # noqa: ANN001
+    def _problems(self, instruction: Instruction, memory: Memory, bits: int, state: State) -> Iterable[str]:
         touched = self._touched(bits)
         if not touched:
             if not (memory.space is Space.GENERIC and bits & SHARED) and memory.use is not Use.PREFETCH:
@@ -103,7 +106,7 @@ class _Judge:
         for access in dict.fromkeys(touched):
             yield from self._rules(access, memory, state)
 
-    def _rules(self, access: Access, memory, state: State) -> Iterable[str]:  # noqa: ANN001
+    def _rules(self, access: Access, memory: Memory, state: State) -> Iterable[str]:
         what = f"{memory.use.value} of {access.name}"
         if access is Access.STATIC:
             if memory.use is not Use.LOAD:
@@ -154,7 +157,7 @@ def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offs
             continue
         check_program(stage, program, accesses, pointees, report)
     if report.early.get("PTX") and not report.early.get("SASS", 1):
-        moved = f"{report.early['PTX']} static loads stand before the wait in PTX and none in SASS: the assembler moved them (ld.global.nc?)"
+        moved = f"{report.early['PTX']} static loads stand before the wait in PTX, none in SASS: moved by the assembler (ld.global.nc?)"
         report.findings.append(Finding("SASS", "", moved))
     return report
 
@@ -173,4 +176,4 @@ def disassemble(cubin: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-__all__ = ["DATA", "Finding", "Report", "check", "check_files", "check_program", "disassemble"]
+__all__ = ["Finding", "Report", "check", "check_files", "check_program", "disassemble"]

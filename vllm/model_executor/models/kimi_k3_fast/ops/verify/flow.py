@@ -2,14 +2,14 @@
 
 A program is a list of `Instruction`s with labels. Along every path the pass carries
 
-  origins   for each register, the kernel parameters that its value may point into (a set of bits). Arithmetic joins the sets of its
-            operands; a value loaded from memory is data, unless it was loaded from a table of pointers.
+  origins   for each register, the kernel parameters that its value may point into (a set of bits). Arithmetic joins the sets of
+            its operands; a value loaded from memory is data, unless it was loaded from a table of pointers.
   waited    on every path to here this thread has executed the dependency wait.
   acquired  on every path to here this thread has acquired a peer's writes, itself or through a barrier behind a thread that has.
   fenced    on every path to here a system fence stands behind this thread's last store into a mailbox.
 
-Paths that meet keep the worst of both. Joins of divergent warps (SASS `BSSY`/`BSYNC`) and calls are followed to where they lead, each call
-with its own copy of the callee, so that a subroutine used before and after the wait does not mix the two.
+Paths that meet keep the worst of both. Joins of divergent warps (SASS `BSSY`/`BSYNC`) and calls are followed to where they lead,
+each call with its own copy of the callee, so that a subroutine used before and after the wait does not mix the two.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ Point = tuple[int, tuple[int, ...]]  # instruction index, and the return points 
 class Flow:
     """The pass over one program.
 
-    `pointees`: for a parameter bit, the bits of what the pointers stored in that parameter point to. `peer_bits`: the parameter bits of
-    mailboxes and signals, whose stores a fence has to follow and whose loads may acquire.
+    `pointees`: for a parameter bit, the bits of what the pointers stored in that parameter point to. `peer_bits`: the parameter
+    bits of mailboxes and signals, whose stores a fence has to follow and whose loads may acquire.
     """
 
     def __init__(self, program: Program, pointees: dict[int, int], peer_bits: int) -> None:
@@ -167,7 +167,7 @@ class Flow:
             bits |= state.origins.get(register, 0)
         return bits
 
-    # -- solving ---------------------------------------------------------------------------------------------------------------------
+    # -- solving -----------------------------------------------------------------------------------------------------------------
 
     def _block_starts(self) -> set[int]:
         starts = {0, *self.program.labels.values()}

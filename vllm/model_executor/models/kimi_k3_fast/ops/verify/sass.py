@@ -5,6 +5,7 @@ SASS has no public reference; what is relied on here was read off compiled kerne
   - parameters lie in constant bank 0 from the offset that the cubin records, in declaration order;
   - an address is a register pair whose low half carries the pointer, so following the low half is enough;
   - an acquire is a `.STRONG` load followed by `CCTL.IVALL`; a release is a `MEMBAR` followed by a `.STRONG` store;
+  - `SR_SWINHI` is the high half of every generic address of shared memory, a peer block's included;
   - `BSSY Bn, label` names the place to which `BSYNC Bn` sends the threads.
 An opcode that is not known may not touch memory: an unknown one with a memory operand is an error.
 """
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 import re
 
-from .flow import DATA, Instruction, Kind, Memory, Program, Space, Unresolved, Use
+from .flow import DATA, SHARED, Instruction, Kind, Memory, Program, Space, Unresolved, Use
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
-_LABEL = re.compile(r"^(\.L_x_\d+|\.L_\d+):")
+_LABEL = re.compile(r"^([.$\w]+):$")  # places in the kernel, and subroutines such as those for a division
 _REGISTER = re.compile(r"\bU?R\d+\b")
 _CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\w+)\+?)?(-?0x[0-9a-f]+)?\]")
 
@@ -118,8 +119,8 @@ class _Reader:
         ):
             plain = [_REGISTER.fullmatch(operand) for operand in self.operands]
             result.stored = tuple(name for match in plain if match for name in _span(match.group(), self.width))
-        if self.head == "S2UR" or self.head == "S2R":
-            result.params |= DATA
+        if self.head in ("S2R", "S2UR"):
+            result.params |= SHARED if "SR_SWINHI" in self.operands else DATA
         return result
 
     def _kind(self) -> Kind:
@@ -127,20 +128,26 @@ class _Reader:
             raise Unresolved(f"an indirect branch: {self.text}")
         if self.head == "CCTL" and "IVALL" in self.parts:
             return Kind.INVALIDATE
-        if self.head == "BAR" and "ARV" not in self.parts or self.head in ("UCGABAR_WAIT", "BARWAIT"):
+        if (self.head == "BAR" and "ARV" not in self.parts) or self.head in ("UCGABAR_WAIT", "BARWAIT"):
             return Kind.BARRIER
         return _KINDS.get(self.head, Kind.PLAIN)
 
     def _jump(self, result: Instruction) -> None:
-        """Targets. A branch may carry its condition as an operand (`BRA P0, label`) or be taken where warps diverge (`BRA.DIV`)."""
-        result.targets = tuple(re.findall(r"`\((\.L\w+)\)", self.text))
+        """Targets.
+
+        A branch may carry its condition as an operand (`BRA P0, label`) or be taken where warps diverge (`BRA.DIV`).
+        """
+        result.targets = tuple(re.findall(r"`\(([.$\w]+)\)", self.text))
         conditions = [operand for operand in self.operands if re.fullmatch(r"!?U?P\d", operand)]
         result.guarded |= bool(conditions) or "DIV" in self.parts or "CONV" in self.parts
         if result.kind is Kind.SET_JOIN:
             result.barrier = self.operands[0]
 
     def _written(self) -> list[str]:
-        """Registers written. The first operand, when it is a register; behind leading predicates for opcodes that may have one."""
+        """Registers written.
+
+        The first operand, when it is a register; behind leading predicates for opcodes that may have one.
+        """
         if not self.operands or self.head in ("RET", "BAR", "NANOSLEEP", "WARPSYNC", "BMOV", "DEPBAR", "R2P", "USETMAXREG"):
             return []
         first = next((i for i, operand in enumerate(self.operands) if not re.fullmatch(r"!?U?P(\d|T)", operand)), None)
@@ -154,7 +161,10 @@ class _Reader:
         return _span(self.operands[first], wide)
 
     def _constants(self, result: Instruction, sources: list[str]) -> None:
-        """Constant-bank operands: which parameters' pointers they read. A wide load gives each register the words of its own offset."""
+        """Constant-bank operands: which parameters' pointers they read.
+
+        A wide load gives each register the words of its own offset.
+        """
         for operand in sources:
             for bank, index, offset in _CONSTANT.findall(operand):
                 if int(bank, 16) != 0:
@@ -171,7 +181,7 @@ class _Reader:
                 raise Unresolved(f"a bindless constant: {self.text}")
 
     def _pointer_at(self, offset: int) -> int:
-        """The parameter whose pointer holds this byte of the bank; bytes behind the pointer are sizes, bytes before are the launch's."""
+        """The parameter whose pointer holds this byte of the bank; what stands behind a pointer are sizes."""
         for i, (start, size) in enumerate(self.offsets):
             if start <= offset < start + size:
                 return 1 << i if offset < start + 8 else DATA
@@ -208,10 +218,13 @@ class _Reader:
         raise Unresolved(f"a bulk copy that is not modelled: {self.text}")
 
     def _access(self, use: Use, space: Space, operand: str) -> Memory:
+        address = tuple(_REGISTER.findall(_without_descriptor(operand)))
+        if space is Space.GENERIC:  # the high half tells whether it lies in the window of shared memory
+            address = tuple(half for register in address for half in _span(register, 2))
         return Memory(
             use,
             space,
-            tuple(_REGISTER.findall(_without_descriptor(operand))),
+            address,
             strong="STRONG" in self.parts,
             system="SYS" in self.parts,
             constant="CONSTANT" in self.parts,
