@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..guard import Guard, Mutation, Path, WriteSet, current
+from ..guard import Guard, Mutation, Path, StateView, current
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
-from . import metadata
+from . import metadata, watch
 from .executor import Executor
 from .plan import Limits, Plan, plan
 from .views import Backbone
@@ -34,7 +34,7 @@ class FastPath:
     """One model's fast path in one process.
 
     layers: every layer with a cache. mutations: what the fork changed in vLLM's settings before. views: makes a `Backbone` of
-    the caches bound now, given its generation and each layer's group.
+    the caches bound now, given its generation and each layer's group. logits: hidden states to logits, for the shadow check.
     """
 
     def __init__(
@@ -44,16 +44,18 @@ class FastPath:
         layers: Layers,
         views: Callable[[int, dict[str, str]], Backbone],
         mutations: Sequence[Mutation] = (),
+        logits: Callable[[torch.Tensor], torch.Tensor | None] = lambda hidden: None,
     ) -> None:
         self.guard: Guard = current()
         self.settings = settings
         self.refusals = refusals(deployment, settings)
-        self.layers, self.views = layers, views
+        self.layers, self.views, self.logits = layers, views, logits
         self.generation = 0
         self._caches: list[Any] = [None] * len(layers)
         self._executor: Executor | None = None
         self._limits: Limits | None = None
         self._groups: list[str] = []
+        self._state: list[StateView] = []
         self.guard.configure(settings)
         self.guard.deployment(self.refusals, deployment.facts(), mutations)
         if self.refusals and settings.mode == "require":
@@ -77,14 +79,24 @@ class FastPath:
         key = metadata.step_key(rows, input_ids.shape[0], self.generation)
         decided = self._decide(key)
         if isinstance(decided, Plan):
-            assert self._executor is not None
             tensors = metadata.step_tensors(step, self._groups)
-            hidden = self._executor.run(decided, input_ids, tensors)
-            self.guard.close_step(Path.FAST, (), decided.key, key.requests, key.tokens, key.tokens, 0, self._write_set(tensors))
+            hidden = self._run(decided, input_ids, tensors, standard)
+            writes = watch.write_set(tensors, self._groups)
+            self.guard.close_step(Path.FAST, (), decided.key, key.requests, key.tokens, key.tokens, 0, writes)
         else:
             hidden = standard()
             self.guard.close_step(Path.STANDARD, decided, None, key.requests, key.tokens, key.tokens - key.prompt_tokens, 0)
         return hidden
+
+    def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The fast step, and the standard one after it where the guard wants the two compared."""
+        executor = self._executor
+        assert executor is not None
+        if not self.guard.begin_writes():
+            return executor.run(planned, input_ids, tensors)
+        writes = watch.write_set(tensors, self._groups)
+        fast = lambda: executor.run(planned, input_ids, tensors)  # noqa: E731
+        return watch.shadowed(self.guard, planned, self._state, writes, {"input_ids": input_ids}, fast, standard, self.logits)
 
     def _decide(self, key: metadata.StepKey) -> Plan | tuple[Refusal, ...]:
         if self.refusals or self._limits is None:
@@ -108,6 +120,8 @@ class FastPath:
         backbone = self.views(self.generation, group_of)
         self._executor = Executor(backbone, self.settings.max_tokens)
         self._limits = Limits(self.settings.max_tokens, self.generation, "torch")
+        self._state = watch.state_views(backbone, self._groups)
+        self.guard.bind_state(self.generation, self._state)
         logger.info(
             "Kimi K3 fast path bound: generation %d, %d layers, %.1f MiB prepared, settings %s",
             self.generation,
@@ -115,13 +129,3 @@ class FastPath:
             backbone.prepared_bytes / 2**20,
             as_dict(self.settings),
         )
-
-    def _write_set(self, tensors: Any) -> WriteSet:
-        slots, rows = {}, {}
-        for index, name in enumerate(self._groups):
-            where = tensors[name]
-            if hasattr(where, "slots"):
-                slots[index] = where.slots
-            else:
-                rows[index] = where.slot_mapping
-        return WriteSet(slots=slots, rows=rows)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.sequence import IntermediateTensors
 
 from .. import settings
-from ..guard import Mutation
+from ..guard import Guard, Mutation, current
 from ..model.causal_lm import KimiK3ForCausalLM
 from ..model.platform import MUTATIONS
 from ..scope import deployment
@@ -15,17 +16,34 @@ from . import standard
 from .path import FastPath
 
 
+def bind_ranks(guard: Guard) -> None:
+    """Name this process' rank, and let the guards of a tensor-parallel group compare their decisions over its host-side group."""
+    group = get_tp_group()
+    guard.rank = f"rank{group.rank_in_group}"
+
+    def all_gather(numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(group.world_size)]
+        torch.distributed.all_gather(everyone, mine, group=group.cpu_group)
+        return [theirs.tolist() for theirs in everyone]
+
+    if group.world_size > 1:
+        guard.bind_ranks(group.rank_in_group, group.world_size, all_gather)
+
+
 class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
     """Kimi K3 with the fast path in front. Raises FastPathRequired before any weight is loaded where `require` cannot be kept."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        bind_ranks(current())
         self.fast = FastPath(
             deployment.read(vllm_config),
             settings.load(vllm_config.additional_config),
             [(layer.self_attn.prefix, layer.self_attn) for layer in self.model.layers],
             lambda generation, group_of: standard.backbone(self, generation, group_of),
             [Mutation(*row) for row in vllm_config.additional_config.get(MUTATIONS, ())],
+            self.compute_logits,
         )
 
     def forward(

@@ -124,13 +124,3 @@ def insert(source: str, target: str, refused: frozenset[str] = frozenset()) -> l
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def table() -> str:
-    """The ledger as a table in Markdown: `docs/patches.md` holds it, and a test keeps it so."""
-    rows = ["| patch | targets | added lines | why | remove when |", "|---|---|---|---|---|"]
-    for patch in patches():
-        targets = "<br>".join(f"`{target}`" for target in patch.targets)
-        head = patch.header
-        rows.append(f"| {head['Patch']} | {targets} | {patch.added} | {head['Why']} | {head['Remove when']} |")
-    return "\n".join(rows)
