@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Kimi K3 at low latency on vLLM.")
 checkpoint = typer.Typer(no_args_is_help=True, help="Write checkpoints in the released format.")
+kernels = typer.Typer(no_args_is_help=True, help="The CuTe kernels: what there is, compile ahead of time, check.")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(kernels, name="kernels")
 
 console = Console()
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -22,6 +27,23 @@ def fail(message: str) -> NoReturn:
     """Say on stderr what went wrong and end with exit code 1."""
     Console(stderr=True).print(message, style="red", markup=False, highlight=False)
     raise typer.Exit(1)
+
+
+def table_of(*columns: str) -> Table:
+    """An empty table with these columns."""
+    table = Table(show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+@contextlib.contextmanager
+def or_fail() -> Iterator[None]:
+    """Turn a room's refusal of what it was asked into a message and exit code 1."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        fail(f"{type(error).__name__}: {error}")
 
 
 @app.command()
@@ -99,6 +121,71 @@ def patches() -> None:
     console.print(room.patch_table())
 
 
+@app.command("replay-step")
+def replay_step(file: Annotated[Path, typer.Argument(help="A step that the shadow check saved.")]) -> None:
+    """Compare the two paths' tensors of a saved step again. Exit status 1 where one is past its bar."""
+    from ..guard import shadow
+
+    try:
+        differences = shadow.replay(file)
+    except ValueError as error:
+        fail(str(error))
+    table = table_of("tensor", "distance", "bar", "worst row", "")
+    for found in sorted(differences, key=lambda d: d.within):
+        distance, bar = f"{found.distance:.3e}", f"{found.bar:.3e}"
+        table.add_row(found.name, distance, bar, str(found.row), "within" if found.within else "past the bar")
+    console.print(table)
+    raise typer.Exit(0 if all(found.within for found in differences) else 1)
+
+
+Arch = Annotated[list[str] | None, typer.Option(help="Only this architecture, for instance sm_90a; may be given again.")]
+Op = Annotated[str | None, typer.Option(help="Only the kernels of this operator.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that compile at the same time.")]
+
+
+@kernels.command("list")
+def kernels_list(arch: Arch = None, op: Op = None) -> None:
+    """Every kernel, and what the compiled ones occupy."""
+    from ..ops import build, commands
+
+    table = table_of("op", "kernel", "arch", "registers", "stack", "shared")
+    with or_fail():
+        for row in commands.list_kernels(arch or build.ARCHS, op):
+            sizes = ("-" if size is None else str(size) for size in (row.registers, row.stack, row.shared))
+            table.add_row(row.op, row.kernel, row.arch, *sizes)
+    console.print(table)
+
+
+@kernels.command("compile")
+def kernels_compile(
+    arch: Arch = None,
+    op: Op = None,
+    out: Annotated[Path | None, typer.Option(help="A folder to ship; by default the user's cache.")] = None,
+    jobs: Jobs = 1,
+) -> None:
+    """Compile ahead of time what is not compiled yet. Needs no GPU."""
+    from ..ops import build, commands
+
+    with or_fail():
+        for row in commands.compile_kernels(arch or build.ARCHS, out, op, jobs):
+            console.print(f"{row.arch} {row.kernel}: {row.registers} registers, {row.shared} bytes shared", highlight=False)
+
+
+@kernels.command("verify")
+def kernels_verify(arch: Arch = None, op: Op = None, jobs: Jobs = 1) -> None:
+    """Compile, then check each kernel's order of memory and its registers. Exit status 1 where one fails."""
+    from ..ops import build, commands
+
+    failed = 0
+    with or_fail():
+        for verdict in commands.verify_kernels(arch or build.ARCHS, op, jobs):
+            failed += not verdict.passed
+            console.print(f"{verdict.arch} {verdict.kernel}: {'passed' if verdict.passed else 'FAILED'}", highlight=False)
+            for finding in verdict.findings:
+                console.print(f"  {finding}", markup=False, highlight=False)
+    raise typer.Exit(1 if failed else 0)
+
+
 @app.command()
 def demo(
     directory: Annotated[Path, typer.Option(help="Where the checkpoint and the server's log go.")] = Path(".demo"),
@@ -113,3 +200,27 @@ def demo(
         room.run(console, directory, port, keep)
     except ServerFailed as error:
         fail(str(error))
+
+
+@app.command("eval")
+def evaluate(
+    url: Annotated[str, typer.Argument(help="A running server, for instance http://127.0.0.1:8000")],
+    suite: Annotated[str, typer.Option(help="tiny (the trained tiny checkpoint, offline) or full (Kimi K3).")] = "tiny",
+    require_fast: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of decode tokens on the fast path.")] = 0.99,
+    against: Annotated[Path | None, typer.Option(help="arm.json of the other arm, or its folder: compare item by item.")] = None,
+    reference: Annotated[bool, typer.Option(help="This is the other arm: judge its scores, not its path.")] = False,
+    record: Annotated[bool, typer.Option(help="Store the scores as the suite's baseline, if nothing failed.")] = False,
+    out: Annotated[Path, typer.Option(help="Where arm.json, requests.jsonl, gate.json and gate.md go.")] = Path(".eval"),
+    evals: Annotated[Path | None, typer.Option(help="The folder of suites and tasks; by default the checkout's evals/.")] = None,
+) -> None:
+    """Score a running server and prove which path did it. Exit status: 0 passed, 1 failed, 2 could not tell."""
+    from ..evaluation import run as room
+
+    try:
+        path = None if reference else require_fast
+        status, table = room.gate(url, suite, out, require_fast=path, against=against, record=record, evals=evals)
+    except room.CouldNotTell as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+        status, table = room.COULD_NOT_TELL, ""
+    console.print(table, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(status)
