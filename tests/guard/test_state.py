@@ -27,8 +27,7 @@ class Caches:
         ]
 
 
-@pytest.fixture
-def audited():
+def make_audited():
     """(caches, guard, step): slots 1 and 2 are KDA state of a and b, 3 and 4 their latent blocks; every step is audited."""
     caches = Caches()
     guard = Guard(Policy(audit_every=1))
@@ -45,6 +44,11 @@ def audited():
         return guard.report()
 
     return caches, guard, step
+
+
+@pytest.fixture
+def audited():
+    return make_audited()
 
 
 def good(caches: Caches) -> None:

@@ -1,0 +1,140 @@
+"""What the patched lines call, without an engine: the finite check, its mapping to requests, ownership, ending requests."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.model_executor.models.kimi_k3_fast import guard
+from vllm.model_executor.models.kimi_k3_fast.patches import hooks
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def watching(monkeypatch):
+    monkeypatch.setattr(guard, "_guard", guard.Guard())
+    for name, value in (
+        ("ran", {}),
+        ("_outbox", []),
+        ("_owner_of", {}),
+        ("process", {}),
+        ("_owner", ""),
+        ("check", lambda: None),
+    ):
+        monkeypatch.setattr(hooks, name, value)
+    guard.current().watching = True
+    return guard.current()
+
+
+def blocks(*ids: int):
+    return [SimpleNamespace(block_id=i, is_null=i == 0) for i in ids]
+
+
+def test_a_row_is_bad_when_no_token_can_be_drawn_from_it():
+    logits = torch.tensor([[1.0, -INF], [-INF, -INF], [NAN, 1.0], [INF, 1.0], [0.0, 2.0]])
+    assert hooks.rows_not_finite(logits).tolist() == [0, 1, 1, 1, 0]
+    assert hooks.rows_not_finite(logits.bfloat16()).tolist() == [0, 1, 1, 1, 0]
+
+
+def test_rows_of_drafts_count_for_their_request():
+    logits = torch.zeros(6, 4)
+    logits[4, 1] = NAN  # a draft row of c
+    drafts = {"a": [5, 6], "c": [7]}
+    bad = hooks.begin_check(logits, ["a", "b", "c"], drafts, False, None)
+    assert hooks.end_check(bad, ["a", "b", "c"], {}) == {"a": 0, "b": 0, "c": 1}
+    with_ends = hooks.per_request(hooks.rows_not_finite(logits), torch.tensor([0, 3, 4, 6], dtype=torch.int32))
+    assert with_ends.tolist() == [0, 0, 1]
+
+
+def test_when_nobody_watches_vllms_own_values_pass_through(watching):
+    watching.watching = False
+    logits = torch.full((1, 2), NAN)
+    assert hooks.begin_check(logits, ["a"], {}, False, None) is None
+    assert hooks.end_check(None, ["a"], {"a": 3}) == {"a": 3}
+    output = SimpleNamespace(num_nans_in_logits={"a": 2})
+    hooks.mark(output, False)
+    assert hooks.must_end(output, "a") is None, "vLLM's own counting of NaNs ends nothing"
+    hooks.blocks_allocated(blocks(1))
+    step = SimpleNamespace()
+    hooks.scheduled(step)
+    assert vars(step) == {}
+
+
+def test_marks_end_exactly_the_marked_requests_and_are_counted(watching):
+    output = SimpleNamespace(num_nans_in_logits={"a": 0, "b": 1})
+    watching.fail_request("c", guard.core.Reason.STEP_TOO_MANY_TOKENS)
+    hooks.mark(output, False)
+    ended = {request: hooks.must_end(output, request) for request in "abcd"}
+    assert ended == {"a": None, "b": "non_finite", "c": "step_too_many_tokens", "d": None}
+    report = watching.report()
+    assert report["violations"]["by_reason"] == {"non_finite": 1}
+    assert report["violations"]["last"][0]["where"]["request"] == "b"
+
+
+def test_ownership_rides_on_the_step_that_follows_it(watching):
+    hooks.owner("a")
+    hooks.blocks_allocated(blocks(4, 5))
+    hooks.owner("b")
+    hooks.blocks_shared(blocks(0, 4))
+    hooks.blocks_freed(blocks(5), blocks())
+    first, second = SimpleNamespace(), SimpleNamespace()
+    hooks.scheduled(first)
+    hooks.scheduled(second)
+    hooks.step_received(first)
+    hooks.step_received(second)
+    assert watching.ledger.writer == {4: "a"}
+    assert watching.report()["counters"] == {"slots_allocated": 2, "slots_shared": 1, "slots_freed": 1}
+
+
+def test_every_block_a_bad_request_filled_is_forgotten_freed_ones_too():
+    hooks.owner("bad")
+    hooks.blocks_allocated(blocks(1, 2, 3))
+    hooks.blocks_freed(blocks(1, 2))
+    hooks.owner("other")
+    hooks.blocks_allocated(blocks(2))
+    evicted = []
+    manager = SimpleNamespace(get_block_ids=lambda request: ([0, 9, 3],), evict_blocks=evicted.append)
+    hooks.forget_blocks(manager, "bad")
+    assert evicted == [{1, 3, 9}], "not the null block, and not what another request has overwritten"
+
+
+def test_the_engine_core_sends_its_patch_states_and_silent_patches(watching):
+    hooks.process.update(patches={"2": {"targets": {}, "ran": {"scheduled": True}}}, silent=[("3", "never ran")])
+    step = SimpleNamespace()
+    hooks.scheduled(step)
+    hooks.step_received(step)
+    report = watching.report()
+    assert report["patches"]["engine core 2"]["ran"] == {"scheduled": True}
+    assert report["violations"]["by_reason"] == {"patch_not_run": 1}
+    assert hooks.process == {}
+
+
+def test_a_batch_opens_a_step_with_real_and_padded_rows(watching):
+    hooks.batch_dispatched("NONE", (3, 4), (3, None), True, ["a", "b", "c"])
+    assert watching._open == guard.BatchFacts("none", 3, 4, 3, 3, True, ("a", "b", "c"))
+
+
+def test_the_real_pool_tells_the_hooks():
+    """With the patches in place, vLLM's own block pool and manager reach the ledger."""
+    import subprocess
+    import sys
+
+    code = """
+from vllm.model_executor.models.kimi_k3_fast import guard, patches
+assert patches.apply() == []
+from vllm.v1.core.block_pool import BlockPool
+from types import SimpleNamespace as N
+guard.current().watching = True
+hooks = patches.hooks
+pool = BlockPool(8, True, 16)
+hooks.owner("a"); got = pool.get_new_blocks(3)
+hooks.owner("b"); pool.touch(got[:1])
+pool.free_blocks(got[1:]); pool.free_blocks(got[:1])
+step = N(); hooks.scheduled(step); hooks.step_received(step)
+print(guard.current().ledger.writer, {b.block_id for b in got}, guard.current().report()["counters"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "{1: 'a'}" in done.stdout and "'slots_allocated': 3" in done.stdout
+    assert "'slots_shared': 1" in done.stdout and "'slots_freed': 2" in done.stdout
