@@ -47,7 +47,13 @@ def retrieval(needles: int, items: Mapping[int, int], **_: Any) -> dict[str, Dat
             item = _item(tasks, tokenizer, row)
             prefix = row.meta["prefix"]
             rows.append(
-                {**item, "answer": item["reply"], "random_string_to_prepend": prefix, "n_needles": needles, "length": int(length)}
+                {
+                    **item,
+                    "answer": item["reply"],
+                    "random_string_to_prepend": prefix,
+                    "n_needles": needles,
+                    "group": f"to {length} tokens",
+                }
             )
     return {"test": Dataset.from_list(rows)}
 
@@ -61,5 +67,5 @@ def arithmetic(items: Mapping[int, int], **_: Any) -> dict[str, Dataset]:
         rng = np.random.default_rng((SEED, 0, int(steps)))
         for _i in range(count):
             row = tasks.arithmetic_row(rng, int(steps))
-            rows.append({**_item(tasks, tokenizer, row), "answer": str(row.meta["result"]), "steps": int(steps)})
+            rows.append({**_item(tasks, tokenizer, row), "answer": str(row.meta["result"]), "group": f"{steps} steps"})
     return {"test": Dataset.from_list(rows)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .arm import Arm, prompts_sha256
+from .arm import Arm, Item, prompts_sha256
 from .gate import Judgement, Verdict, coverage, deployment, mean, scores
 from .suites import Suite
 
@@ -22,6 +23,7 @@ def task_summary(arm: Arm, suite: Suite) -> dict[str, dict[str, Any]]:
         if items:
             found[name] = {
                 "metrics": {metric: round(mean(scores(items, metric)), 6) for metric in items[0].scores},
+                "by_group": _by_group(items, suite.tasks[name].metric),
                 "items": len({i.item for i in items}),
                 "seeds": sorted({i.seed for i in items}),
                 "truncated": sum(i.finish == "length" for i in items),
@@ -29,6 +31,12 @@ def task_summary(arm: Arm, suite: Suite) -> dict[str, dict[str, Any]]:
                 "prompts_sha256": prompts_sha256(items),
             }
     return found
+
+
+def _by_group(items: Sequence[Item], metric: str) -> dict[str, float]:
+    """The judged metric's mean in each group of items."""
+    groups = list(dict.fromkeys(i.group for i in items if i.group))
+    return {group: round(mean(scores([i for i in items if i.group == group], metric)), 6) for group in groups}
 
 
 def baseline_record(arm: Arm, suite: Suite) -> dict[str, Any]:
@@ -73,11 +81,16 @@ def gate_markdown(report: dict[str, Any], suite: Suite) -> str:
     for name in suite.tasks:
         mine = [a["tasks"].get(name) for a in arms]
         first = next((m for m in mine if m), None)
-        for metric in first["metrics"] if first else ():
+        if first is None:
+            continue
+        for metric in first["metrics"]:
             judged = metric == suite.tasks[name].metric
             cells = [f"{m['metrics'][metric]:.4f}" if m else "none" for m in mine]
             counts = [" / ".join(str(m[key]) if m else "-" for m in mine) for key in ("items", "truncated", "failed")]
             lines.append(_row([name, f"**{metric}**" if judged else metric, *cells, *counts]))
+            for group in first["by_group"] if judged else ():
+                means = [f"{m['by_group'][group]:.4f}" if m and group in m["by_group"] else "none" for m in mine]
+                lines.append(_row([f"{name}, {group}", metric, *means, "", "", ""]))
     share = report["fast_share"]
     lines += ["", f"Fast share of decode tokens: {'not known' if share is None else f'{share:.4f}'}.", ""]
     lines += [_row(["check", "verdict", "detail"]), _row(["---"] * 3)]

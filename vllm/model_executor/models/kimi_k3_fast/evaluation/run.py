@@ -35,7 +35,7 @@ def gate(
         other = None if against is None else arms.Arm.read(against / "arm.json" if against.is_dir() else against)
         label = "standard" if require_fast is None else "fast"
         arm = arms.run(url, suite, label, out)
-    except (arms.NoServer, suites.SuiteError, OSError, ModuleNotFoundError) as error:
+    except (arms.NoServer, suites.SuiteError, OSError, ValueError, ImportError) as error:
         raise CouldNotTell(str(error)) from error
     return judge(arm, suite, out, require_fast=require_fast, against=other, record=record)
 
