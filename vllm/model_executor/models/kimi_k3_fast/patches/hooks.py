@@ -140,10 +140,14 @@ def rows_not_finite(logits: torch.Tensor) -> torch.Tensor:
 
     The maximum is finite exactly in the other cases: NaN passes through it, and rows that a grammar masks with -inf keep one.
     """
-    import torch
-
     _ran("logits_checked")
-    return (~torch.isfinite(logits.amax(dim=-1))).to(torch.int32)
+    return _not_finite(logits).int()
+
+
+def _not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """The same as bool, in the fewest operations: x - x is 0 for finite x and NaN for the others."""
+    largest = logits.amax(dim=-1)
+    return largest.sub_(largest) != 0
 
 
 def begin_check(
@@ -163,7 +167,7 @@ def begin_check(
     _ran("logits_checked")
     if not active() or logits is None:
         return otherwise
-    bad = rows_not_finite(logits)
+    bad = _not_finite(logits)
     if bad.shape[0] != len(request_ids):
         rows = [1 + len(drafts.get(request, ())) for request in request_ids]
         ends = torch.tensor([0, *rows]).cumsum(0)
@@ -179,7 +183,8 @@ def per_request(bad: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | 
 
     if bad is None or not active() or bad.shape[0] == ends.shape[0] - 1:
         return bad
-    sums = torch.cat((bad.new_zeros(1), bad.cumsum(0, dtype=bad.dtype)))
+    bad = bad.int()
+    sums = torch.cat((bad.new_zeros(1), bad.cumsum(0, dtype=torch.int32)))
     return sums[ends[1:].long()] - sums[ends[:-1].long()]
 
 
