@@ -174,17 +174,13 @@ class Reference:
         chosen = score + self.w(name + "gate.e_score_correction_bias")
         latent = self.c.get("routed_expert_hidden_size") is not None
         z = m @ self.w(name + "routed_expert_down_proj.weight").T if latent else m
-        rows = []
-        for t in range(len(m)):
-            ranked = sorted(range(self.c["num_experts"]), key=lambda e: (-float(chosen[t, e]), e))
-            experts = ranked[: self.c["num_experts_per_token"]]
-            weights = score[t, experts]
-            if self.c["moe_renormalize"]:
-                weights = weights / weights.sum()
-            weights = weights * self.c["routed_scaling_factor"]
-            outputs = [self.mlp(z[t : t + 1], f"{name}experts.{e}.", ("w1", "w3", "w2")) for e in experts]
-            rows.append(sum(w * y for w, y in zip(weights, outputs, strict=True)))
-        r = torch.cat(rows)
+        best = (-chosen).argsort(dim=-1, stable=True)[:, : self.c["num_experts_per_token"]]  # of equals, the lower expert
+        weights = torch.zeros_like(score).scatter(1, best, score.gather(1, best))
+        if self.c["moe_renormalize"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * self.c["routed_scaling_factor"]
+        outputs = (self.mlp(z, f"{name}experts.{e}.", ("w1", "w3", "w2")) for e in range(self.c["num_experts"]))
+        r = sum(weights[:, e : e + 1] * y for e, y in enumerate(outputs))
         if self.c.get("latent_moe_use_norm"):
             r = rms(r, self.w(name + "routed_expert_norm.weight"), self.eps)
         if latent:

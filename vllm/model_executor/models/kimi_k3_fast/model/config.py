@@ -151,7 +151,7 @@ class _Reader:
         return condition
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, source: Any = None) -> int:
-        value = _get(self.text if source is None else source, name)
+        value: Any = _get(self.text if source is None else source, name)
         value = default if value is None else value
         label = name if source is None else f"linear_attn_config.{name}"
         good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
@@ -162,7 +162,7 @@ class _Reader:
         return None if _get(self.text, name) is None else self.integer(name)
 
     def positive(self, name: str, default: float | None) -> float:
-        value = _get(self.text, name)
+        value: Any = _get(self.text, name)
         value = default if value is None else value
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         self.expect(good, name, "a positive number", value)

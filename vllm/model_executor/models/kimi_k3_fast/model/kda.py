@@ -107,8 +107,10 @@ def chunked(
     would overflow fp32 after 18 tokens at the bound of -5.
     """
     outputs = []
-    for piece in zip(*(x.split(chunk) for x in (q, k, v, g, beta)), strict=True):
-        o, state = _one_chunk(*(x.transpose(0, 1) for x in piece), state)
+    for start in range(0, q.shape[0], chunk):
+        piece = slice(start, start + chunk)
+        heads_first = [x[piece].transpose(0, 1) for x in (q, k, v, g, beta)]
+        o, state = _one_chunk(*heads_first, state=state)
         outputs.append(o.transpose(0, 1))
     return torch.cat(outputs), state
 

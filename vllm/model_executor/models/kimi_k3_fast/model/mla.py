@@ -24,6 +24,7 @@ from .layers import KEEP_WEIGHTS, Slots, parameter, rms_norm, sharded, slot
 
 QUERY_TILE = 256
 ROW_ALIGNMENT = 16
+CACHE_DTYPES = ("auto", "bfloat16")
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -132,6 +133,11 @@ class KimiLatentAttention(nn.Module, AttentionLayerBase):
         return MLABackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        if vllm_config.cache_config.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype: expected one of {', '.join(CACHE_DTYPES)} on the standard path, found "
+                f"{vllm_config.cache_config.cache_dtype!r}. Leave --kv-cache-dtype at auto."
+            )
         return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,

@@ -44,7 +44,7 @@ def restore_chunking(inspect: Callable[[Any], None] = lambda vllm_config: None) 
         for (owner, name), value in kept.items():
             _put_back(vllm_config, owner, name, value)
 
-    setattr(check_and_update_config.__func__, _MARK, True)
+    setattr(check_and_update_config.__func__, _MARK, True)  # type: ignore[attr-defined]
     platform.check_and_update_config = check_and_update_config
     return True
 
