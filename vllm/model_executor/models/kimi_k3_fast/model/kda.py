@@ -110,15 +110,14 @@ def chunked(
     for start in range(0, q.shape[0], chunk):
         piece = slice(start, start + chunk)
         heads_first = [x[piece].transpose(0, 1) for x in (q, k, v, g, beta)]
-        o, state = _one_chunk(*heads_first, state=state)
+        o, state = _one_chunk(heads_first, state)
         outputs.append(o.transpose(0, 1))
     return torch.cat(outputs), state
 
 
-def _one_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads first: q, k, v, g [H, C, d], beta [H, C], state [H, V, K]."""
+def _one_chunk(piece: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`piece`: q, k, v, g [H, C, d] and beta [H, C], heads first; state [H, V, K]."""
+    q, k, v, g, beta = piece
     total = g.cumsum(dim=1)  # G_t, the log decay from before the chunk to after token t
     length = q.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
