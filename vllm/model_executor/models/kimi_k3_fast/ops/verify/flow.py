@@ -178,7 +178,7 @@ class Flow:
 
     def _solve(self) -> None:
         self.states = {(0, ()): State()}
-        waiting = [(0, ())]  # a heap: blocks in the order of the text, so that most are walked once
+        waiting: list[Any] = [(0, ())]  # a heap: blocks in the order of the text, so that most are walked once
         while waiting:
             point = heapq.heappop(waiting)
             for successor, state in self._walk(point, self.states[point].copy(), None):

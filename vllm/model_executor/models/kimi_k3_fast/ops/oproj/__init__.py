@@ -1,0 +1,166 @@
+"""`oproj`: the attention output projection, the sum over ranks and the update of the residual prefix, in one launch.
+
+    y = bf(sum over ranks of x_r Wo_r^T)         x_r [T, K], Wo_r [D, K] of this rank; D = hidden size
+    prefix = y                                   at a layer that starts a new accumulation ("write")
+    prefix = bf(prefix + y)                      at the others ("add")
+
+The matmul is the skinny one of `ops/skinny.py`. Each output, once summed over the block, is rounded to BF16 and sent to the
+peers' mailboxes as a pair of neighbours in one self-validating word (`comm/layout.py`); there is no flag and no barrier between
+ranks.
+
+    one-shot   every rank sends every pair to all ranks and adds up all of them itself: one trip, D * (world - 1) pairs / 2 sent
+    two-shot   pairs are dealt to ranks by 16; the owner adds them up and sends the sum to all: two trips, a world-th of the bytes
+
+Sums run in the order of ranks, so all ranks hold the same bits. With one rank no mailbox is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...comm import BOUND_NS, Box
+from ...reasons import Reason, Refusal
+from ..build import ACTIVATION, ARCHS, MAILBOX, SCALAR, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
+from ..skinny import Shape, Tactic, ceil_div, default_tactic
+
+SMS = 132  # blocks that surely run at once
+ONE_SHOT_TOKENS = 4  # above it the bytes of one-shot cost more than the second trip of two-shot
+CHUNK = 16  # neighbouring pairs that have one owner: what a warp holds
+
+
+@dataclass(frozen=True)
+class Config:
+    """`tokens` of this (padded) batch; `rows` x `columns` of this rank's weight; `world` ranks; `update`: "write" or "add".
+
+    `shots`: 1 or 2, or None for the default of the batch. `tactic`: None for the default. `bound_ns`: how long to wait for a
+    peer.
+    """
+
+    tokens: int
+    rows: int
+    columns: int
+    world: int = 1
+    update: str = "add"
+    shots: int | None = None
+    tactic: Tactic | None = None
+    bound_ns: int = BOUND_NS
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.tokens, (self.columns,), self.tactic or default_tactic(self.rows, (self.columns,), self.tokens))
+
+    @property
+    def two_shot(self) -> bool:
+        return self.world > 1 and (self.shots or (1 if self.tokens <= ONE_SHOT_TOKENS else 2)) == 2
+
+    @property
+    def group_words(self) -> int:
+        """Words that one group of blocks sends to one rank, in one shot."""
+        pairs = ceil_div(self.tokens * self.shape.tactic.rows, 2)
+        return ceil_div(pairs, CHUNK * self.world) * CHUNK if self.two_shot else pairs
+
+    def owner(self, pair: Any) -> Any:
+        """The rank that adds up a pair of a group in two shots. For plain and for traced integers, as `word`."""
+        return pair // CHUNK % self.world
+
+    def word(self, group: Any, pair: Any, second: bool = False) -> Any:
+        """Which of the sender's words a pair is. In two shots a rank's chunks lie packed, and the sums (`second`) behind the parts."""
+        if not self.two_shot:
+            return group * self.group_words + pair
+        behind = self.group_words * self.shape.tactic.groups if second else 0
+        return behind + group * self.group_words + pair // (CHUNK * self.world) * CHUNK + pair % CHUNK
+
+    @property
+    def words(self) -> int:
+        """Words of mailbox that a sender needs."""
+        return 0 if self.world == 1 else self.group_words * self.shape.tactic.groups * (2 if self.two_shot else 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: one kernel, and the mailbox words it needs."""
+
+    config: Config
+    arch: str
+    spec: KernelSpec
+    words: int
+
+    def __str__(self) -> str:
+        c = self.config
+        how = "alone" if c.world == 1 else f"{2 if c.two_shot else 1}-shot over {c.world} ranks, {self.words} words"
+        return f"oproj {c.tokens}x{c.rows}x{c.columns} {c.update} {how}, {c.shape.tactic}, {c.shape.smem_bytes} B shared"
+
+
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this shape on this architecture, or None."""
+    if arch not in ARCHS:
+        return Refusal(Reason.OP_ARCH, f"oproj: expected one of {', '.join(ARCHS)}, found {arch}")
+    problem = config.shape.problem() or config.shape.uncovered(config.rows)
+    blocks = config.shape.tactic.groups * config.shape.tactic.splits
+    if config.world not in (1, 2, 4, 8):
+        problem = f"expected 1, 2, 4 or 8 ranks within one host, found {config.world}"
+    elif config.update not in ("write", "add") or config.shots not in (None, 1, 2):
+        problem = f"expected update write or add and 1 or 2 shots, found {config.update} and {config.shots}"
+    elif config.world > 1 and blocks > SMS:
+        problem = f"expected at most {SMS} blocks, which wait for each other's counterparts and must run at once, found {blocks}"
+    return Refusal(Reason.OP_SHAPE, f"oproj: {problem}") if problem else None
+
+
+def spec(config: Config) -> KernelSpec:
+    params = (
+        Param("w", "bf16", (config.rows, config.columns), STATIC),
+        Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
+        Param("prefix", "bf16", (config.tokens, config.rows), STATE),
+    )
+    if config.world == 1:
+        return KernelSpec("bf16_oproj", "oproj", config, f"{__name__}.cute:bf16_oproj", params)
+    params += (
+        Param("peers", "i64", (config.world,), STATIC, points_to=MAILBOX),
+        Param("box", "i32", (Sym("box"),), MAILBOX),
+        Param("epoch", "i32", (2,), STATE, align=8),
+        Param("rank", "i32", (), SCALAR),
+        Param("words", "i32", (), SCALAR),
+    )
+    name = "bf16_oproj_two_shot" if config.two_shot else "bf16_oproj_one_shot"
+    return KernelSpec(name, "oproj", config, f"{__name__}.cute:bf16_oproj_reduced", params)
+
+
+def plan(config: Config, arch: str) -> Plan:
+    """Raises ValueError where `unavailable_reason` has one."""
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    return Plan(config, arch, spec(config), config.words)
+
+
+def compiled(plan: Plan) -> Compiled:
+    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
+    return get(plan.spec, plan.arch)
+
+
+def run(
+    plan: Plan, y: torch.Tensor, weight: torch.Tensor, prefix: torch.Tensor, mailbox: Box | None = None, stream: int | None = None
+) -> None:
+    """y [tokens, columns] bf16, weight [rows, columns] bf16; prefix [tokens, rows] bf16 is updated in place, alike on all ranks.
+
+    Raises ValueError where the mailbox does not fit the plan.
+    """
+    if plan.config.world == 1:
+        compiled(plan)(weight, y, prefix, stream=stream)
+        return
+    if mailbox is None or mailbox.layout.world != plan.config.world or mailbox.layout.words < plan.words:
+        found = mailbox.layout if mailbox else None
+        raise ValueError(f"oproj: expected a mailbox of {plan.config.world} ranks and {plan.words} words, found {found}.")
+    post = (mailbox.addresses, mailbox.memory, mailbox.epoch, mailbox.rank, mailbox.layout.words)
+    compiled(plan)(weight, y, prefix, *post, stream=stream)
+
+
+def specs() -> list[KernelSpec]:
+    """One rank of a TP8 and the only rank of a TP1 deployment, and small ones of each kind."""
+    served = [Config(t, 7168, 1536, world=8, update=u) for t in (1, 8, 64) for u in ("write", "add")]
+    served += [Config(t, 7168, 12288, update=u) for t in (1, 8) for u in ("write", "add")]
+    small = [Config(3, 160, 256, world=world, shots=shots) for world, shots in ((1, None), (2, 1), (2, 2), (4, 2))]
+    return [spec(config) for config in [*small, *served]]
