@@ -127,8 +127,8 @@ NAMED = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|md|json|txt|toml|diff|html|svg|pn
 
 @pytest.mark.parametrize("document", documents(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_documents_name_paths_that_exist(document: Path) -> None:
-    """Links, and names in backquotes with a folder: seen from the root, the document, the package, or stock vLLM's folder. A first
-    folder in capitals stands for one that the reader chooses."""
+    """Links, and names in backquotes with a folder: seen from the root, the document, the package, or stock vLLM's folder. A
+    first folder in capitals stands for one that the reader chooses."""
     import vllm
 
     places = (ROOT, document.parent, HOME, HOME.parent, Path(vllm.__path__[0]).parent)

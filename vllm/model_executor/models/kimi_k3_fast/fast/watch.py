@@ -74,8 +74,8 @@ def _outcome(hidden: torch.Tensor, views: Sequence[StateView], writes: WriteSet,
 def _places(view: StateView, writes: WriteSet) -> tuple[torch.Tensor, torch.Tensor]:
     """The view as [places, ...], and the places of it that the step writes."""
     if view.rows_per_slot == 1:
-        return view.tensor, writes.slots[view.group].long()
-    places = writes.rows[view.group].long()
+        return view.tensor, torch.as_tensor(writes.slots[view.group]).long()
+    places = torch.as_tensor(writes.rows[view.group]).long()
     return view.tensor, places[places >= 0]
 
 

@@ -87,8 +87,8 @@ class Ledger:
         state = (tuple(request_ids), tuple((g, tuple(v)) for g, v in slots.items() if v is not None))
         if state == self._checked:
             return found
-        for group, values in state[1]:
-            found += self._owned(group, values, state[0])
+        for group, written in state[1]:
+            found += self._owned(group, written, state[0])
         self._checked = None if found else state
         return found
 

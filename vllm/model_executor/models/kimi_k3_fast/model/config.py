@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 MLA_LATENT_NORM_EPS: Final[float | None] = None
 """Epsilon of the two MLA latent norms; None means `rms_norm_eps`, as in vLLM. transformers' kimi_linear uses 1e-6 there."""
@@ -156,7 +156,7 @@ class _Reader:
         label = name if source is None else f"linear_attn_config.{name}"
         good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
         self.expect(good, label, f"an integer >= {minimum}", value)
-        return value if good else minimum
+        return cast(int, value) if good else minimum
 
     def optional_integer(self, name: str) -> int | None:
         return None if _get(self.text, name) is None else self.integer(name)
@@ -166,7 +166,7 @@ class _Reader:
         value = default if value is None else value
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         self.expect(good, name, "a positive number", value)
-        return float(value) if good else 1.0
+        return float(cast(float, value)) if good else 1.0
 
     def flag(self, name: str, default: bool, source: Any = None) -> bool:
         value = _get(self.text if source is None else source, name)

@@ -17,7 +17,7 @@ MUTATIONS = "kimi_k3_fast_mutations"
 _MARK = "_kimi_k3_fast_restores_chunking"
 
 
-def restore_chunking(inspect: Callable[[Any], None] = lambda vllm_config: None) -> bool:
+def restore_chunking(inspect: Callable[[Any], object] = lambda vllm_config: None) -> bool:
     """Wrap `CpuPlatform.check_and_update_config` so that the options of this model's deployments survive it.
 
     `inspect` sees the configuration of such a deployment first, and may raise. Safe to call twice. Returns whether the current

@@ -295,6 +295,7 @@ def run_w2(
         )
         return
     partial = scratch.partial
+    assert partial is not None
     plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *_groups(routing), partial, stream=stream)
     c = plan.config
     plan.kernels[2](partial.view(c.tokens, c.top_k, c.hidden), routing.weights, routing.num_tokens, out, stream=stream)

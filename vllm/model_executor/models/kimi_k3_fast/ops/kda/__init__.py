@@ -195,6 +195,7 @@ def run(
 ) -> None:
     """One KDA layer's decode step: writes `y`, and `conv_state` and `state` in place. Shapes: the head of this module."""
     lengths = () if plan.config.drafts == 0 else (accepted, starts)
+    assert plan.kernel is not None
     plan.kernel(x, conv_weight, f_b, a_log, dt_bias, norm_weight, slots, *lengths, conv_state, state, y, stream=stream)
 
 

@@ -39,7 +39,8 @@ class Config:
     @property
     def groups(self) -> tuple[int, int, int]:
         """Groups for each matrix."""
-        return deal(self.rows, self.shape.tactic.groups)
+        router, down, gate_up = deal(self.rows, self.shape.tactic.groups)
+        return router, down, gate_up
 
     @property
     def shape(self) -> Shape:

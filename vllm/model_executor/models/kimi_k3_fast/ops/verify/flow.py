@@ -18,6 +18,7 @@ import enum
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 DATA = 1 << 62  # a number loaded from memory or read from a special register: no pointer
 SHARED = 1 << 61  # an address in shared or local memory
