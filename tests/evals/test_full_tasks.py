@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+import full
+import pin
 import pytest
+from datasets import Dataset
+from fake_server import Behaviour, serve
 
 from vllm.model_executor.models.kimi_k3_fast.evaluation import run, suites
-
-sys.path[:0] = [str(Path(__file__).parent), str(suites.EVALS), str(suites.EVALS / "tasks")]
-from fake_server import Behaviour, serve  # noqa: E402
-
-pytest.importorskip("lm_eval")
-import full  # noqa: E402
-import pin  # noqa: E402
-from datasets import Dataset  # noqa: E402
 
 BINS = [(8, 16), (16, 32)]
 

@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import Behaviour, serve
 
 from vllm.model_executor.models.kimi_k3_fast.evaluation import arm as arms
 from vllm.model_executor.models.kimi_k3_fast.evaluation import run, stats, suites
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_server import Behaviour, serve
-
-pytest.importorskip("lm_eval")
-
 Judged = tuple[int, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def evals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of evals/ whose `tiny` suite has few, short items: the gate's logic does not depend on their length."""
-    folder = tmp_path_factory.mktemp("evals")
-    for kind in ("tasks", "suites"):
-        (folder / kind).mkdir()
-    for file in (suites.EVALS / "tasks").iterdir():
-        if file.name.startswith("k3_tiny") or file.name == "tiny.py":
-            text = file.read_text().replace("parents[2]", f"parents[0] / {str(suites.EVALS.parent)!r}")
-            text = re.sub(r"items: \{.*\}", "items: {2: 10}" if "arith" in file.name else "items: {256: 10}", text)
-            (folder / "tasks" / file.name).write_text(text)
-    task = {"tolerance": 0.05, "seeds": [1], "max_truncated": 0.05, "wave": 4}
-    tasks = {"k3_tiny_mrcr_2": {"metric": "mrcr_official", **task}, "k3_tiny_arith": {"metric": "aime_integer", **task}}
-    (folder / "suites" / "tiny.json").write_text(json.dumps({"alpha": 0.05, "tasks": tasks}))
-    return folder
 
 
 @pytest.fixture(scope="module")
