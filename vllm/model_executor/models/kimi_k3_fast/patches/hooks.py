@@ -192,7 +192,8 @@ def end_check(bad: torch.Tensor | None, request_ids: Sequence[str], otherwise: d
     """After vLLM's transfer of the sampled tokens: what `begin_check` started, by request."""
     if bad is None or not active():
         return otherwise
-    return dict(zip(request_ids, bad.tolist(), strict=True))
+    # vLLM's output protocol carries a count; a bool does not decode on the other side of the socket.
+    return dict(zip(request_ids, bad.int().tolist(), strict=True))
 
 
 def mark(output: Any, asynchronous: bool = True) -> None:
