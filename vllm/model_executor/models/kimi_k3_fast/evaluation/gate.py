@@ -191,7 +191,8 @@ def check_speculation(arm: Arm) -> Iterator[Check]:
     drafts = sum(v for k, v in arm.speculation.items() if k.endswith("num_drafts"))
     if facts.get("speculation", "None") == "None" and not drafts:
         return
-    method = facts.get("rejection_sampling", "")
+    named = facts.get("rejection_sampling", "None")
+    method = "" if named == "None" else named
     accepted = sum(v for k, v in arm.speculation.items() if k.endswith("num_accepted_tokens"))
     detail = (
         f"{drafts:.0f} drafts verified, {accepted:.0f} tokens accepted, rejection sampling {method or 'not named by the report'}"

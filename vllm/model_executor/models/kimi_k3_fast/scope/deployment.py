@@ -33,6 +33,7 @@ class Deployment:
     dbo: bool = False
     lora: bool = False
     speculation: str | None = None  # the method's name
+    rejection_sampling: str | None = None  # "standard", "block" or "synthetic", where there is speculation
     kv_connector: str | None = None
     sleep_mode: bool = False
     prompt_embeds: bool = False
@@ -82,6 +83,7 @@ def read(vllm_config: Any) -> Deployment:
         dbo=parallel.enable_dbo,
         lora=vllm_config.lora_config is not None,
         speculation=vllm_config.speculative_config.method if vllm_config.speculative_config else None,
+        rejection_sampling=vllm_config.speculative_config.rejection_sample_method if vllm_config.speculative_config else None,
         kv_connector=transfer.kv_connector if transfer is not None else None,
         sleep_mode=model.enable_sleep_mode,
         prompt_embeds=model.enable_prompt_embeds,
