@@ -18,7 +18,7 @@ from .applier import DISPLACED, INSTALLED, Applier
 _applier: Applier | None = None
 _told: dict[str, Any] = {}
 
-HOOKS = {
+HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {"worker": ("batch_dispatched",)},
     "2": {"engine": ("blocks_allocated", "scheduled"), "worker": ("step_received",)},
     "3": {"worker": ("logits_checked", "mark")},
@@ -90,7 +90,7 @@ def _silent(name: str, patch: dict[str, Any]) -> list[str]:
         busiest = max((hooks.ran.get(hook, 0) for hook in peers), default=0)
         for hook in wanted:
             if busiest >= SUSPICIOUS and not hooks.ran.get(hook, 0):
-                found.append(f"{hook} never ran while other hooks of this process ran {busiest} times")
+                found.append(f"{hook} never ran while other hooks of this process ran in every step")
     return found
 
 
