@@ -7,30 +7,24 @@ the recurrent state crosses a chunk boundary and requests share steps; every pos
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-TRAIN = Path(__file__).parents[2] / "train"
 LENGTHS = (150, 61, 3)
 TOKEN_BUDGET = 128
 
 
 @pytest.fixture(scope="module")
-def training(request: pytest.FixtureRequest):
-    """train's modules, which import each other by bare names."""
-    sys.path.insert(0, str(TRAIN))
-    try:
-        import export
-        import model
+def training():
+    """train's modules."""
+    import export
+    import model
 
-        import train
+    import train
 
-        yield model, export, train
-    finally:
-        sys.path.remove(str(TRAIN))
+    return model, export, train
 
 
 @pytest.fixture(scope="module")
