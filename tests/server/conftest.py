@@ -9,6 +9,9 @@ import pytest
 
 MODEL = "tiny-k3"
 MAX_MODEL_LEN = 512
+LOG = (
+    Path(__file__).resolve().parents[2] / ".demo" / "server-tests.log"
+)  # stays after the run, for whoever asks why a test failed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,14 +31,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def server(tiny: Path) -> Iterator[object]:
     """A running `cli.server.Server`."""
     from vllm.model_executor.models.kimi_k3_fast.cli.demo import COMPACT_JSON
     from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 
     args = ["--served-model-name", MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", *COMPACT_JSON]
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prefix-caching"]
-    with Server(tiny, args, log=tmp_path_factory.mktemp("server") / "server.log") as running:
+    with Server(tiny, args, log=LOG) as running:
         yield running
 
 
