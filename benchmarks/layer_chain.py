@@ -5,6 +5,9 @@ the replicated matrices in full. LAYERS layers follow each other in one CUDA gra
 the model. The time of a layer is the graph's median over LAYERS; launches are counted by the profiler, not by hand.
 
     python benchmarks/layer_chain.py --json OUT [--slices 8,16] [--batches 1,8] [--timeline DIR]
+
+`--tactics` compares ways to cut the four matmuls in one run: "default;p128;k4 d8 r2 p64" measures three chains. A letter sets a
+field of `Tactic` (LETTERS), the others stay as the default has them; `--compile ARCH` compiles all kernels and needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.ops.ahead import compile_all
 from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
@@ -31,6 +35,16 @@ LAYERS = 4
 REPLAYS = 41
 STOCK_US = {(8, 1): 141.0, (8, 8): 270.0}  # the same span of stock vLLM 0.32.0 on this card, taken from its own timeline
 STOCK_LAUNCHES = 21
+LETTERS = {
+    "s": "splits",
+    "w": "row_warps",
+    "k": "k_warps",
+    "t": "tiles",
+    "d": "depth",
+    "p": "prefetch",
+    "r": "resident",
+    "m": "stages",
+}
 
 
 @dataclass(frozen=True)
@@ -87,10 +101,40 @@ def layer_weights(s: Slice) -> dict[str, Any]:
     }
 
 
+def matmuls(s: Slice, batch: int) -> dict[str, Any]:
+    """The configs of the four matmuls."""
+    return {
+        "in_proj": projection.Config(batch, kda.columns(s.heads), D),
+        "o_proj": projection.Config(batch, D, s.heads * HEAD),
+        "front": moe_front.Config(batch, D, EXPERTS, LATENT, s.shared),
+        "tail": moe_tail.Config(batch, D, LATENT, s.shared),
+    }
+
+
+def cut(op: Any, config: Any, text: str, arch: str) -> Any:
+    """The config with the tactic that `text` describes: "default", or fields by letter, such as "k4 d8". More splits mean fewer
+    groups; row warps are as many as the rows need, unless given. A matmul that cannot be cut so keeps its default.
+    """
+    if text == "default":
+        return config
+    fields = {LETTERS[word[0]]: int(word[1:]) for word in text.split()}
+    first = config.shape.tactic
+    groups = first.groups * first.splits // fields.get("splits", first.splits)
+    for row_warps in [fields["row_warps"]] if "row_warps" in fields else range(1, 9):
+        found = replace(config, tactic=replace(first, **{**fields, "groups": groups, "row_warps": row_warps}))
+        if op.unavailable_reason(found, arch) is None:
+            return found
+    print(f"no {text!r} for {config}: {op.unavailable_reason(found, arch)}", flush=True)
+    return config
+
+
+OPS = {"in_proj": projection, "o_proj": projection, "front": moe_front, "tail": moe_tail}
+
+
 class Chain:
     """The chain of one slice and batch: plans, buffers and per-layer state, made once."""
 
-    def __init__(self, s: Slice, batch: int, weights: list[dict[str, Any]], arch: str) -> None:
+    def __init__(self, s: Slice, batch: int, weights: list[dict[str, Any]], arch: str, tactic: str) -> None:
         self.weights, self.batch = weights, batch
         inner, columns = s.heads * HEAD, kda.columns(s.heads)
         bf16 = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16, device="cuda")  # noqa: E731
@@ -103,13 +147,11 @@ class Chain:
         self.conv = [bf16(batch + 1, 3, 3 * inner) for _ in weights]
         self.state = [torch.randn(batch + 1, s.heads, HEAD, HEAD, device="cuda") * 0.1 for _ in weights]
         self.attn_res = attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch)
-        self.in_proj = projection.plan(projection.Config(batch, columns, D), arch)
+        matmul = {n: OPS[n].plan(cut(OPS[n], c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
+        self.in_proj, self.o_proj, self.front, self.tail = (matmul[n] for n in ("in_proj", "o_proj", "front", "tail"))
         self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
-        self.o_proj = projection.plan(projection.Config(batch, D, inner), arch)
-        self.front = moe_front.plan(moe_front.Config(batch, D, EXPERTS, LATENT, s.shared), arch)
         self.experts = experts.plan(experts.Config(batch, width=s.width), arch)
-        self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch), arch)
-        self.tail = moe_tail.plan(moe_tail.Config(batch, D, LATENT, s.shared), arch)
+        self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch, grouped=self.experts.tactic.grouped), arch)
         self.routing, self.choose = self._routing(batch)
         pairs = batch * TOP_K
         self.scratch = experts.Scratch(bf16(pairs, s.width), bf16(pairs, LATENT))
@@ -128,8 +170,12 @@ class Chain:
             num_active=integers(1),
         )
 
+        groups = None
+        if self.experts.tactic.grouped:
+            groups = moe_front.Groups(routing.offsets, routing.pairs, routing.active, routing.num_active, integers(1))
+
         def choose(w: dict[str, Any]) -> None:
-            moe_front.run_topk(self.topk, self.logits, w["bias"], routing.ids, routing.weights)
+            moe_front.run_topk(self.topk, self.logits, w["bias"], routing.num_tokens, routing.ids, routing.weights, groups)
 
         return routing, choose
 
@@ -217,15 +263,28 @@ def main() -> None:
     parser.add_argument("--slices", default="8,16")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--timeline", type=Path, help="folder for one file a case: start us, duration us, kernel")
+    parser.add_argument("--tactics", default="default", help="descriptions of the matmuls' tactic, separated by semicolons")
+    parser.add_argument("--compile", metavar="ARCH", help="compile the matmuls for this architecture and stop; needs no GPU")
     parser.add_argument("--commit")
     options = parser.parse_args()
+    tactics = [text.strip() for text in options.tactics.split(";")]
+    if options.compile:
+        cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
+        specs = [
+            OPS[n].spec(cut(OPS[n], c, text, options.compile))
+            for s, b in cases
+            for text in tactics
+            for n, c in matmuls(s, b).items()
+        ]
+        compile_all(dict.fromkeys(specs), options.compile)
+        return
     arch, results = build.device_arch(), []
     peak = COPY_BYTES_PER_SECOND.get(torch.cuda.get_device_name())
     for full_tp in map(int, options.slices.split(",")):
         s = Slice(full_tp)
         weights = [layer_weights(s) for _ in range(LAYERS)]
-        for batch in map(int, options.batches.split(",")):
-            chain = Chain(s, batch, weights, arch)
+        for batch, tactic in [(int(b), t) for b in options.batches.split(",") for t in tactics]:
+            chain = Chain(s, batch, weights, arch, tactic)
             us, graph = measure(chain)
             rows = kernels(graph)
             launches = len(rows) / (2 * LAYERS)
@@ -236,6 +295,7 @@ def main() -> None:
                 {
                     "slice": f"TP{full_tp}",
                     "batch": batch,
+                    "tactic": tactic,
                     "us": us,
                     "launches": launches,
                     "bytes": moved,
@@ -250,7 +310,8 @@ def main() -> None:
             if options.timeline:
                 options.timeline.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{start:.1f} {us:.1f} {name[:120]}\n" for start, us, name in rows)
-                (options.timeline / f"tp{full_tp}_b{batch}.txt").write_text(text)
+                case = f"tp{full_tp}_b{batch}_{tactic.replace(' ', '-')}"
+                (options.timeline / f"{case}.txt").write_text(text)
         del weights
         torch.cuda.empty_cache()
     if options.json:

@@ -32,7 +32,13 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Tactic:
-    """How the work is cut. `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes a lane."""
+    """How the work is cut.
+
+    `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes a lane. `prefetch`: KiB of its weights, behind
+    those loads, that a block asks into L2 before the dependency wait: memory works while small kernels in front do not use it.
+    `resident`: blocks an SM must be able to hold, which bounds the registers; with two, the next kernel's blocks start while
+    this one still runs.
+    """
 
     groups: int = 132
     splits: int = 1
@@ -40,6 +46,8 @@ class Tactic:
     k_warps: int = 8
     tiles: int = 3
     depth: int = 4
+    prefetch: int = 0
+    resident: int = 1
 
     @property
     def threads(self) -> int:

@@ -54,6 +54,11 @@ def copy_async(target: Any, source: Any, wanted: Any, predicate: Boolean | None 
     )
 
 
+def prefetch_bytes(source: Any, count: Any, predicate: Boolean) -> None:
+    """Ask for `count` bytes, a multiple of 16, to come into L2, where the predicate holds. Reads nothing into the kernel."""
+    inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, Int32(count)], predicate=predicate)
+
+
 def mma_bf16(acc: list[Any], a: Words, b0: Any, b1: Any) -> None:
     """acc[16x8] += a[16x16] b[16x8] by one warp, bf16 in, fp32 out. `acc` holds this lane's four values and is replaced in place."""
     acc[:] = inline_ptx(

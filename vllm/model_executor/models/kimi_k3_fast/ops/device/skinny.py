@@ -23,7 +23,7 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
-from .ptx import cluster_barrier, copy_async, load_shared, mma_bf16, peer_f32, store_shared
+from .ptx import cluster_barrier, copy_async, load_shared, mma_bf16, peer_f32, prefetch_bytes, store_shared
 from .reduce import warp_sum
 from .vectors import Words, load_words, load_words_streaming, pack_bf16, unpack_bf16
 
@@ -49,7 +49,7 @@ def even_share(total: int, groups: int, group: Any) -> tuple[Any, Any]:
 class Block:
     """One thread's part in the block's work. See the module head for the order of calls."""
 
-    def __init__(self, shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem) -> None:
+    def __init__(self, shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem, exact: bool = False) -> None:
         thread, _, _ = cute.arch.thread_idx()
         self.shape, self.tactic, self.rows, self.rank, self.smem = shape, shape.tactic, rows, rank, smem
         self.thread = thread
@@ -67,6 +67,8 @@ class Block:
         self.ring: list[Any] = [None] * len(self.order)
         self.issued = 0
         self._issue(self.tactic.depth)
+        self.exact = exact
+        self._prefetch(weights)
 
     # -- weights ----------------------------------------------------------------------------------------------------------------------------
 
@@ -93,6 +95,33 @@ class Block:
             column = self._unit(p, j) * UNIT
             self.ring[self.issued] = [[load_words_streaming(base + column + h * 32) for h in (0, 1)] for base in self.bases[p][m]]
             self.issued += 1
+
+    def _prefetch(self, weights: list[Any]) -> None:
+        """Ask for the columns behind the first loads, one thread for a row: the steps that `prefetch` KiB of all rows hold."""
+        step_bytes = self.tactic.rows * self.tactic.k_warps * UNIT * 2
+        start = ceil_div(self.tactic.depth, self.tactic.tiles)
+        end = start + self.tactic.prefetch * 1024 // step_bytes
+        for p, (weight, part) in enumerate(zip(weights, self.shape.parts, strict=True)):
+            skipped = self._first_step(p)
+            first, last = (
+                max_int(start - skipped, 0) * self.tactic.k_warps,
+                min_int(end - skipped, part.steps) * self.tactic.k_warps,
+            )
+            if first >= last:
+                continue
+            unit = self.rank * part.share + first
+            units = min(min(last, part.share) - first, part.units - unit)
+            row, k = self._row(self.thread), weight.shape[1]
+            wanted = (self.thread < self.tactic.rows) & (units > 0)
+            prefetch_bytes(weight.iterator + (row * k + unit * UNIT), units * (UNIT * 2), wanted)
+
+    def _row(self, index: Any) -> Any:
+        """Row of the matrix behind row `index` of this block's tiles."""
+        per_tile, within = self.rows.per_tile, index % TILE
+        if not self.rows.pair:
+            return min(self.rows.first + index, self.rows.last - 1)
+        row = min(self.rows.first + index // TILE * per_tile + within % per_tile, self.rows.last - 1)
+        return row + within // per_tile * self.rows.pair
 
     # -- activation ---------------------------------------------------------------------------------------------------------------------------
 
@@ -212,11 +241,16 @@ class Block:
         return [load_shared(self.target(p, j, token, self.slot + 4 * h)) for h in (0, 1)]
 
     def _tile(self, at: int, m: int, n: int, operand: list[Words]) -> None:
+        """acc += one tile's 64 columns. The tensor core cuts what it adds below the last bit of its sum; an exact block lets it add
+        up 64 columns only, and adds those sums in fp32."""
         top, bottom = self.ring[at]
+        acc = [Float32(0.0)] * 4 if self.exact else self.acc[m][n]
         for h in (0, 1):
             for s in (0, 2):
                 a = (top[h][s], bottom[h][s], top[h][s + 1], bottom[h][s + 1])
-                mma_bf16(self.acc[m][n], a, operand[h][s], operand[h][s + 1])
+                mma_bf16(acc, a, operand[h][s], operand[h][s + 1])
+        if self.exact:
+            self.acc[m][n] = [total + value for total, value in zip(self.acc[m][n], acc, strict=True)]
 
     def scale(self, factor: Callable[[int, int], Any]) -> None:
         """acc *= factor(n, c) for the token 8n + 2 slot + c of each accumulator column."""
@@ -318,3 +352,7 @@ class Smem:
 
 def min_int(a: int, b: int) -> int:
     return a if a < b else b
+
+
+def max_int(a: int, b: int) -> int:
+    return a if a > b else b

@@ -4,7 +4,7 @@ Kernel 1, one matmul over three matrices that stay where the checkpoint loader p
 Wdown^T (bf16) and the shared experts' hidden = SiTU(gate, up) (bf16). Each group of blocks works on one matrix; the groups are
 dealt so that every block reads the same number of bytes. A rank that owns only some rows of the router and of the
 down-projection passes those rows. Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id),
-renormalised weights.
+renormalised weights; and, where asked for, the list of (token, slot) pairs by expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
 from ..skinny import Shape, Tactic, ceil_div, default_tactic
 
 
@@ -30,7 +30,6 @@ class Config:
     beta: float = 4.0
     linear_beta: float | None = 25.0
     tactic: Tactic | None = None
-    resident: int = 1  # blocks an SM must be able to hold: bounds the registers
 
     @property
     def rows(self) -> tuple[int, int, int]:
@@ -136,13 +135,14 @@ def run(
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """Choice of `top_k` of `experts` experts for each of `tokens` tokens."""
+    """Choice of `top_k` of `experts` experts for each of `tokens` tokens. `grouped`: also list the pairs by expert."""
 
     tokens: int
     experts: int = 896
     top_k: int = 16
     renormalise: bool = True
     scaling: float = 1.0
+    grouped: bool = False
 
 
 def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
@@ -153,6 +153,8 @@ def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
         return Refusal(
             Reason.OP_SHAPE, f"topk: expected at most 32 of at most 1024 experts, found {config.top_k} of {config.experts}"
         )
+    if not 1 <= config.tokens <= 64:
+        return Refusal(Reason.OP_SHAPE, f"topk: expected 1 to 64 tokens, found {config.tokens}")
     return None
 
 
@@ -160,9 +162,18 @@ def topk_spec(config: TopkConfig) -> KernelSpec:
     params = (
         Param("bias", "f32", (config.experts,), STATIC),
         Param("logits", "f32", (config.tokens, config.experts), ACTIVATION),
+        Param("num_tokens", "i32", (1,), ACTIVATION, align=4),
         Param("ids", "i32", (config.tokens, config.top_k), OUTPUT),
         Param("weights", "f32", (config.tokens, config.top_k), OUTPUT),
     )
+    if config.grouped:
+        params += (
+            Param("offsets", "i32", (config.experts + 1,), OUTPUT, align=4),
+            Param("pairs", "i32", (config.tokens * config.top_k,), OUTPUT, align=4),
+            Param("active", "i32", (config.experts,), OUTPUT, align=4),
+            Param("num_active", "i32", (1,), OUTPUT, align=4),
+            Param("arrived", "i32", (1,), STATE, align=4),
+        )
     return KernelSpec("topk", "moe_front", config, f"{__name__}.cute:topk", params)
 
 
@@ -183,15 +194,47 @@ def topk_plan(config: TopkConfig, arch: str) -> TopkPlan:
     return TopkPlan(config, arch, topk_spec(config))
 
 
+@dataclass(frozen=True)
+class Groups:
+    """All tokens' pairs by expert, int32: what the grouped schedule of `experts` reads, and `arrived` [1], zero before the first
+    launch and after each.
+
+    `offsets` [E + 1] into `pairs` [T k], which lists token * k + slot in ascending order within an expert; `active` [E] names
+    the experts with pairs in ascending order, `num_active` [1] says how many. What lies behind them is left as it was.
+    """
+
+    offsets: torch.Tensor
+    pairs: torch.Tensor
+    active: torch.Tensor
+    num_active: torch.Tensor
+    arrived: torch.Tensor
+
+
 def run_topk(
-    plan: TopkPlan, logits: torch.Tensor, bias: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, stream: int | None = None
+    plan: TopkPlan,
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    num_tokens: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    groups: Groups | None = None,
+    stream: int | None = None,
 ) -> None:
-    """logits [T, E] fp32, bias [E] fp32 -> ids [T, k] int32 in order of choice, weights [T, k] fp32; overwritten."""
-    get(plan.spec, plan.arch)(bias, logits, ids, weights, stream=stream)
+    """logits [T, E] fp32, bias [E] fp32, num_tokens [1] int32 -> ids [T, k] int32 in order of choice, weights [T, k] fp32;
+    overwritten. Padded rows get id 0 and weight 0 and are in no group. Raises ValueError where a grouped plan has no `groups`.
+    """
+    if plan.config.grouped != (groups is not None):
+        raise ValueError(
+            f"topk: expected groups {'and found none' if groups is None else 'for a grouped plan only'}; plan: {plan}."
+        )
+    listed = (groups.offsets, groups.pairs, groups.active, groups.num_active, groups.arrived) if groups else ()
+    get(plan.spec, plan.arch)(bias, logits, num_tokens, ids, weights, *listed, stream=stream)
 
 
 def specs() -> list[KernelSpec]:
     """The served shapes (one rank of TP8 and of TP16, all rows of router and down) and a small one."""
     served = [Config(t, 7168, 896, 3584, shared) for shared in (768, 384) for t in (1, 8, 64)]
-    choices = [topk_spec(TopkConfig(t)) for t in (1, 8, 64)] + [topk_spec(TopkConfig(3, 48, 4))]
+    choices = [topk_spec(TopkConfig(t)) for t in (1, 8)] + [
+        topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
+    ]
     return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served]] + choices

@@ -28,7 +28,6 @@ class Config:
     eps: float = 1e-5
     r_dtype: str = "bf16"
     tactic: Tactic | None = None
-    resident: int = 1  # blocks an SM must be able to hold: bounds the registers
 
     @property
     def shape(self) -> Shape:

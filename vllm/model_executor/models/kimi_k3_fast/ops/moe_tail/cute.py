@@ -39,7 +39,7 @@ def bf16_norm_skinny(
         grid=[tactic.groups * tactic.splits, 1, 1],
         block=[tactic.threads, 1, 1],
         cluster=[tactic.splits, 1, 1] if tactic.splits > 1 else None,
-        min_blocks_per_mp=config.resident,
+        min_blocks_per_mp=tactic.resident,
         preferred_smem_carveout=100,
         stream=stream,
         use_pdl=True,

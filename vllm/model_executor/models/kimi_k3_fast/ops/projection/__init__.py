@@ -26,7 +26,6 @@ class Config:
     columns: int
     out: str = "bf16"
     tactic: Tactic | None = None
-    resident: int = 1  # blocks an SM must be able to hold: bounds the registers
 
     @property
     def shape(self) -> Shape:

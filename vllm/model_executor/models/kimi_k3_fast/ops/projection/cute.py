@@ -19,7 +19,7 @@ def _project(w: Static, x: Dynamic, y: Output, shape: cutlass.Constexpr, store: 
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     rows = w.shape[0]
     first, last = even_share(rows, shape.tactic.groups, group)
-    block = Block(shape, rank, Rows(first, last), [w.early()], Smem(shape))
+    block = Block(shape, rank, Rows(first, last), [w.early()], Smem(shape), exact=store is store_f32)
     release_dependents()
     token = dependency_wait()
     block.stage(0, x.after(token))
@@ -36,7 +36,7 @@ def bf16_skinny(config: Any, w: Static, x: Dynamic, y: Output, stream: object) -
         grid=[blocks, 1, 1],
         block=[shape.tactic.threads, 1, 1],
         cluster=[shape.tactic.splits, 1, 1] if shape.tactic.splits > 1 else None,
-        min_blocks_per_mp=config.resident,
+        min_blocks_per_mp=shape.tactic.resident,
         preferred_smem_carveout=100,  # one carve-out for all kernels of a step: a change would drain the SM
         stream=stream,
         use_pdl=True,
