@@ -39,7 +39,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             additional_config={"kimi_k3_fast": {"events": {"path": str(folder / "events.jsonl")}}},
         )
         yield llm
-        del llm
+        llm.llm_engine.engine_core.shutdown()
 
 
 def poison(worker: Any, value: float, from_token: int) -> None:
@@ -93,6 +93,14 @@ def run(llm: Any, prompts: list[list[int]]) -> list[Any]:
 
 def prompts(*firsts: int, length: int = 2 * BLOCK + 20) -> list[list[int]]:
     return [[first, *((7 * first + 3 * i) % 200 + 20 for i in range(length - 1))] for first in firsts]
+
+
+def spoil(worker: Any, factor: float) -> None:
+    """From then on the fast path's hidden states are off by `factor`; 1.0 repairs it."""
+    executor = worker.model_runner.model.fast._executor
+    if not hasattr(executor, "k3_true_run"):
+        executor.k3_true_run = executor.run
+    executor.run = lambda *args: executor.k3_true_run(*args) * factor
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -167,3 +175,38 @@ def test_no_step_went_unrecorded_and_slots_were_followed(llm):
     assert set(found["violations"]["by_reason"]) <= {"non_finite"}
     assert found["counters"]["slots_allocated"] > 0
     assert found["counters"]["slots_freed"] > 0
+
+
+def test_audit_and_shadow_of_every_fast_step_find_nothing(llm):
+    batch = prompts(70, 71, 72, 73, length=BLOCK - 5)  # the generation crosses into a new block
+    plain = [list(output.outputs[0].token_ids) for output in run(llm, batch)]
+    before = report(llm)
+    llm.collective_rpc(set_policy, kwargs={"audit_every": 1, "shadow_every": 2})
+    watched = [list(output.outputs[0].token_ids) for output in run(llm, batch)]
+    llm.collective_rpc(set_policy, kwargs={"audit_every": 0, "shadow_every": 0})
+    after = report(llm)
+    assert watched == plain
+    assert after["violations"]["by_reason"] == before["violations"]["by_reason"], after["violations"]["last"][-3:]
+    assert after["counters"]["audited_steps"] >= COUNT - 2
+    assert after["counters"]["shadow_steps"] >= COUNT // 2 - 1
+
+
+def test_a_fast_path_that_is_off_by_a_hundredth_is_retired_and_the_step_saved(llm):
+    from vllm.model_executor.models.kimi_k3_fast.guard import shadow
+
+    batch = prompts(80, 81)
+    run(llm, batch)
+    before = report(llm)["violations"]["by_reason"]
+    llm.collective_rpc(spoil, args=(1.01,))
+    llm.collective_rpc(set_policy, kwargs={"shadow_every": 1})
+    run(llm, batch)
+    llm.collective_rpc(set_policy, kwargs={"shadow_every": 0})
+    llm.collective_rpc(spoil, args=(1.0,))
+    after = report(llm)
+    llm.collective_rpc(retire, args=([],))
+    new = {code: n - before.get(code, 0) for code, n in after["violations"]["by_reason"].items() if n != before.get(code, 0)}
+    assert set(new) <= {"shadow_logits", "shadow_state"} and new
+    where = after["violations"]["last"][-1]["where"]
+    assert where["plan_key"] in after["quarantined"]
+    assert after["steps"]["by_reason"]["plan_quarantined"] >= 1, "the rest of the run was standard"
+    assert any(not difference.within for difference in shadow.replay(where["saved"]))
