@@ -29,8 +29,8 @@ class PeerLost(RuntimeError):
 
     def __init__(self, rank: int) -> None:
         super().__init__(
-            f"Rank {rank} of the tensor-parallel group did not answer within the bound: it stalled or died. Results since are NaN. "
-            "Stop every rank of the group and start them again; the mailboxes do not recover."
+            f"Rank {rank} of the tensor-parallel group did not answer within the bound: it stalled or died, and what followed "
+            "is NaN. Stop every rank of the group and start them again; the mailboxes do not recover."
         )
         self.rank = rank
 

@@ -323,17 +323,15 @@ def _row_major(param: Param) -> tuple[int, ...]:
 
 
 def tool(name: str) -> str:
-    """Path of a CUDA binary tool (`cuobjdump`, `nvdisasm`): the one inside the triton package, or on the PATH."""
-    found = importlib.util.find_spec("triton")
-    if found and found.origin:
-        path = Path(found.origin).parent / "backends" / "nvidia" / "bin" / name
-        if path.is_file():
-            return str(path)
+    """Path of a CUDA binary tool such as `nvdisasm`: from NVIDIA's package of that name, from triton, or on the PATH."""
+    for package, pattern in (("nvidia", f"*/bin/{name}"), ("triton", f"backends/nvidia/bin/{name}")):
+        found = importlib.util.find_spec(package)
+        for folder in (found.submodule_search_locations or ()) if found else ():
+            for path in sorted(Path(folder).glob(pattern)):
+                return str(path)
     on_path = shutil.which(name)
     if on_path is None:
-        raise FileNotFoundError(
-            f"Expected {name} in the triton package or on the PATH, found neither. Install triton or the CUDA toolkit."
-        )
+        raise FileNotFoundError(f"Expected {name} in the package nvidia-cuda-{name}, in triton or on the PATH, found none: install one.")
     return on_path
 
 

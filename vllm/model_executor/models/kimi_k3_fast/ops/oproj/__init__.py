@@ -67,7 +67,7 @@ class Config:
         return pair // CHUNK % self.world
 
     def word(self, group: Any, pair: Any, second: bool = False) -> Any:
-        """Which of the sender's words a pair is. In two shots a rank's chunks lie packed, and the sums (`second`) behind the parts."""
+        """Which of the sender's words a pair is. In two shots a rank's chunks lie packed, the sums (`second`) behind."""
         if not self.two_shot:
             return group * self.group_words + pair
         behind = self.group_words * self.shape.tactic.groups if second else 0
