@@ -1,0 +1,78 @@
+"""A shadowed step: run fast, state put back, run standard, compared; on caches of both kinds, with faults on the fast side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.model_executor.models.kimi_k3_fast.fast import watch
+from vllm.model_executor.models.kimi_k3_fast.guard import Guard, Policy, StateView, WriteSet
+
+BLOCK = 4
+
+
+@pytest.fixture
+def step(tmp_path):
+    """(guard, caches, run): `run(fault)` decodes one step of two requests whose recurrence must not be applied twice."""
+    torch.manual_seed(0)
+    caches = SimpleNamespace(conv=torch.randn(6, 3, 8), state=torch.randn(6, 2, 4, 4), latent=torch.randn(6, BLOCK, 10))
+    views = [
+        StateView("layers.0.conv", "kda_conv", 0, 0, caches.conv),
+        StateView("layers.0.state", "kda_recurrent", 0, 0, caches.state),
+        StateView("layers.1.latent", "mla_latent", 1, 1, caches.latent, BLOCK),
+    ]
+    writes = WriteSet(slots={0: torch.tensor([2, 4])}, rows={1: torch.tensor([5, 18, -1])})
+    guard = Guard(Policy(shadow_every=1, events_path=str(tmp_path / "e.jsonl")))
+    x = torch.randn(2, 16)
+
+    def forward(fault: float) -> torch.Tensor:
+        caches.conv[[2, 4]] = caches.conv[[2, 4]].roll(1, 1) * 0.5
+        caches.state[[2, 4]] = caches.state[[2, 4]] * 0.9 + 1.0
+        caches.latent.view(-1, 10)[[5, 18]] = x[:, :10]
+        return (x + caches.state[[2, 4]].flatten(1)[:, :16]) * (1 + fault)
+
+    def run(fault: float = 0.0, state_fault: float = 0.0) -> torch.Tensor:
+        def fast() -> torch.Tensor:
+            hidden = forward(fault)
+            caches.state[4] += state_fault
+            return hidden
+
+        plan = SimpleNamespace(key="decode/t2")
+        inputs = {"input_ids": torch.tensor([1, 2])}
+        return watch.shadowed(guard, plan, views, writes, inputs, fast, lambda: forward(0.0), lambda hidden: hidden * 2)
+
+    return guard, caches, forward, run
+
+
+def test_the_step_leaves_what_one_standard_step_leaves(step):
+    guard, caches, forward, run = step
+    before = {name: tensor.clone() for name, tensor in vars(caches).items()}
+    expected_hidden = forward(0.0)
+    expected = {name: tensor.clone() for name, tensor in vars(caches).items()}
+    for name, tensor in before.items():
+        getattr(caches, name).copy_(tensor)
+    assert torch.equal(run(), expected_hidden)
+    for name, tensor in expected.items():
+        assert torch.equal(getattr(caches, name), tensor), f"{name}: applied twice, or not put back"
+    assert guard.report()["violations"]["by_reason"] == {}
+    assert guard.report()["counters"]["shadow_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason", "tensor"),
+    [((1e-2, 0.0), "shadow_logits", ("hidden", "logits")), ((0.0, 1e-2), "shadow_state", ("layers.0.state",))],
+    ids=["output off by 1e-2", "state off by 1e-2"],
+)
+def test_a_fault_of_the_fast_side_is_named_and_does_not_reach_the_caller(step, faults, reason, tensor):
+    guard, caches, forward, run = step
+    before = {name: value.clone() for name, value in vars(caches).items()}
+    expected = forward(0.0)
+    for name, value in before.items():
+        getattr(caches, name).copy_(value)
+    assert torch.equal(run(*faults), expected), "the caller gets the standard path's numbers"
+    report = guard.report()
+    assert report["violations"]["by_reason"] == {reason: 1}
+    assert report["violations"]["last"][0]["where"]["tensor"] in tensor
+    assert guard.quarantined("decode/t2")
