@@ -115,6 +115,24 @@ def test_a_batch_opens_a_step_with_real_and_padded_rows(watching):
     assert watching._open == guard.BatchFacts("none", 3, 4, 3, 3, True, ("a", "b", "c"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("drafts", [{}, {"a": [5, 6], "c": [7]}])
+def test_the_finite_check_never_waits_for_the_gpu(asynchronous, drafts):
+    ids = ["a", "b", "c"]
+    logits = torch.zeros(3 + sum(map(len, drafts.values())), 1000, device="cuda", dtype=torch.bfloat16)
+    logits[-1, 7] = NAN
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bad = hooks.begin_check(logits, ids, drafts, asynchronous, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert bad.is_cuda is asynchronous
+    assert hooks.end_check(bad, ids, {}) == {"a": 0, "b": 0, "c": 1}
+
+
 def test_the_real_pool_tells_the_hooks():
     """With the patches in place, vLLM's own block pool and manager reach the ledger."""
     import subprocess

@@ -7,6 +7,7 @@ the logits look like; what ends a request rides on their output back to the sche
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +171,7 @@ def begin_check(
     bad = _not_finite(logits)
     if bad.shape[0] != len(request_ids):
         rows = [1 + len(drafts.get(request, ())) for request in request_ids]
-        ends = torch.tensor([0, *rows]).cumsum(0)
+        ends = torch.tensor([0, *itertools.accumulate(rows)], pin_memory=bad.device.type == "cuda")
         bad = per_request(bad, ends.to(bad.device, non_blocking=True))
     if asynchronous or bad.device.type == "cpu":
         return bad
