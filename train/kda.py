@@ -8,6 +8,7 @@ sub-chunk of 16 tokens, so no exponent exceeds 5 * 16 = 80 and float32 holds eve
 """
 
 import os
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -100,26 +101,34 @@ def pick_kda(device: str, dim: int) -> tuple[str, Kda]:
         return "torch", kda_chunk
     try:
         fast = kda_triton()
-        gen = torch.Generator(device).manual_seed(0)
-        shape = (2, 512, 2, dim)
-
-        def draw(*size: int) -> Tensor:
-            return torch.randn(*size, device=device, generator=gen)
-
-        q, k = (torch.nn.functional.normalize(draw(*shape), dim=-1) for _ in range(2))
-        g = -5 * torch.sigmoid(2 * draw(*shape) - 4)
-        inputs = [q, k, draw(*shape), g, torch.sigmoid(draw(*shape[:3]))]
-        cotangent = draw(*shape)
-        results = []
-        for fn, dtype in ((kda_chunk, torch.float32), (fast, torch.bfloat16)):
-            leaves = [x.to(torch.float32 if i == 3 else dtype).requires_grad_() for i, x in enumerate(inputs)]
-            out = fn(*leaves)
-            (out.float() * cotangent).sum().backward()
-            results.append([out.detach(), *(x.grad for x in leaves)])
-        errors = [float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(results[0], results[1], strict=True)]
-        print("kda triton against torch, relative error of out, dq, dk, dv, dg, dbeta:", [f"{e:.4f}" for e in errors], flush=True)
-        if max(errors) < 0.05:
+        errors = disagreement(fast, device, dim)
+        print("kda triton against torch, relative error:", {k: round(e, 5) for k, e in errors.items()}, flush=True)
+        if max(errors.values()) < 0.1:  # rounding gives about 0.01; a wrong term gives about 1
             return "triton", fast
-    except Exception as error:  # any failure of an optional backend means the same: use the other one, and say why
-        print(f"kda triton unavailable ({type(error).__name__}: {error}); using the PyTorch chunk form", flush=True)
+    except Exception:  # any failure of an optional backend means the same: use the other one, and say why
+        traceback.print_exc()
+    print("the PyTorch chunk form of kda runs", flush=True)
     return "torch", kda_chunk
+
+
+def disagreement(fn: Kda, device: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Relative error (of norms) of `fn` in `dtype` against the chunk form in float32 on the same rounded inputs: of the output
+    and of the gradient of each input."""
+    gen = torch.Generator(device).manual_seed(0)
+    shape = (2, 512, 2, dim)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, generator=gen)
+
+    q, k = (torch.nn.functional.normalize(draw(*shape), dim=-1) for _ in range(2))
+    decay = -5 * torch.sigmoid(2 * draw(*shape) - 4)  # stays float32 on both sides
+    inputs = [q.to(dtype), k.to(dtype), draw(*shape).to(dtype), decay, torch.sigmoid(draw(*shape[:3])).to(dtype)]
+    cotangent = draw(*shape).to(dtype)
+    results = []
+    for form, cast in ((kda_chunk, torch.float32), (fn, None)):
+        leaves = [x.detach().clone().to(cast or x.dtype).requires_grad_() for x in inputs]
+        out = form(*leaves)
+        grads = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+        results.append([out.detach().float(), *(g.float() for g in grads)])
+    names = ("out", "dq", "dk", "dv", "dg", "dbeta")
+    return {n: float((a - b).norm() / a.norm()) for n, a, b in zip(names, *results, strict=True)}

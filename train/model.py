@@ -2,11 +2,12 @@
 
 Parameters carry the names of the released checkpoint, except that a layer's routed experts are stacked (`experts.w1` [E, I, L]).
 Tokens are flat, [N, D]; a batch is several stretches of equal-length sequences laid end to end, so everything that acts per
-token sees one static shape and can be compiled once; only the convolution's shifts, KDA and attention know where sequences
-begin. Weights are float32 masters; `dtype` is what activations and matrix products run in.
+token sees one static shape; only the convolution's shifts, KDA and attention know where sequences begin. Weights are float32
+masters; `dtype` is what activations and matrix products run in. What lies between matrix products is a handful of pure
+functions of tensors, shared by all layers: `compile_parts` compiles each once, not once a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -57,14 +58,118 @@ class TinyConfig:
 Shapes = Sequence[tuple[int, int]]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
+def _rms(x32: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rms(x.float(), weight, eps).to(x.dtype)
 
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    g, u = gate.float(), up.float()
-    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * linear_beta * torch.tanh(u / linear_beta)).to(gate.dtype)
+    return _situ(gate.float(), up.float(), beta, linear_beta).to(gate.dtype)
+
+
+def mixed_norm(
+    prefix: Tensor, delta: Tensor | None, blocks: list[Tensor], mix: tuple[Tensor, Tensor], norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """prefix + delta; and the norm of the softmax-weighted sum, in float32, of the closed blocks and that prefix. One source
+    comes back unchanged. mix: the mixture's norm weight [D] and projection [1, D]."""
+    if delta is not None:
+        prefix = prefix + delta
+    mixed = prefix.float()
+    if blocks:
+        stack = torch.stack([s.float() for s in (*blocks, prefix)])
+        logit = torch.rsqrt(stack.square().mean(-1) + eps) * (stack * (mix[0] * mix[1][0])).sum(-1)
+        mixed = (torch.softmax(logit, 0)[..., None] * stack).sum(0)
+    return _rms(mixed, norm, eps).to(prefix.dtype), prefix
+
+
+def final_norm(
+    prefix: Tensor, delta: Tensor, blocks: list[Tensor], mix: tuple[Tensor, Tensor], norm: Tensor, eps: float
+) -> Tensor:
+    """As `mixed_norm`, the mixture rounded before the norm, since serving hands it over."""
+    stack = torch.stack([s.float() for s in (*blocks, prefix + delta)])
+    logit = torch.rsqrt(stack.square().mean(-1) + eps) * (stack * (mix[0] * mix[1][0])).sum(-1)
+    mixed = (torch.softmax(logit, 0)[..., None] * stack).sum(0).to(prefix.dtype)
+    return _rms(mixed.float(), norm, eps).to(prefix.dtype)
+
+
+def kda_inputs(
+    qkv: Tensor, raw: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, position: Tensor, lower_bound: float
+) -> tuple[Tensor, ...]:
+    """qkv [N, 3 H d] -> causal depthwise convolution (conv [3 H d, width], taps oldest to newest, zero before position 0 of each
+    sequence), SiLU, unit q (times d^-1/2) and k; raw [N, H d] -> log decay, float32; b [N, H] -> beta."""
+    x32, width, heads = qkv.float(), conv.shape[1], a_log.shape[0]
+    out = x32 * conv[:, -1]
+    for back in range(1, width):
+        shifted = F.pad(x32, (0, 0, back, 0))[: x32.shape[0]]
+        out = out + torch.where((position >= back)[:, None], shifted, 0.0) * conv[:, width - 1 - back]
+    q, k, v = F.silu(out).to(qkv.dtype).unflatten(-1, (3, heads, -1)).unbind(1)
+    q, k = (t.float() * torch.rsqrt(t.float().square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    z = (raw.float() + dt_bias).unflatten(-1, (heads, -1))
+    decay = lower_bound * torch.sigmoid(a_log.exp()[:, None] * z)
+    beta = torch.sigmoid(b.float())
+    return (
+        (q * q.shape[-1] ** -0.5).to(qkv.dtype), k.to(qkv.dtype), v.contiguous(), decay, beta.to(qkv.dtype),
+    )  # fmt: skip
+
+
+def gated_norm(out: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+    """out [N, H, d] -> norm of each head, times the gate's sigmoid, [N, H d]."""
+    return (_rms(out.float(), weight, GATE_NORM_EPS).flatten(-2) * torch.sigmoid(gate.float())).to(gate.dtype)
+
+
+def mla_keys_values(kv: Tensor, k_pe: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """kv [N, H, nope + v] and the shared k_pe [N, rope] -> k [N, H, nope + rope] and v as wide, zero beyond its own width,
+    because the flash kernel wants one width."""
+    k = torch.cat((kv[..., :nope], k_pe[:, None].expand(-1, kv.shape[1], -1)), -1)
+    return k, F.pad(kv[..., nope:], (0, k.shape[-1] - (kv.shape[-1] - nope)))
+
+
+def gated(out: Tensor, gate: Tensor) -> Tensor:
+    """out [N, H, padded] -> its first columns times the gate's sigmoid, [N, H v]."""
+    out = out[..., : gate.shape[-1] // out.shape[1]].flatten(-2)
+    return (out.float() * torch.sigmoid(gate.float())).to(gate.dtype)
+
+
+def route(logit: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Weights [N, E], zero off the chosen experts, and the number of tokens of each expert [E]."""
+    score = torch.sigmoid(logit)
+    chosen = torch.topk(score.detach() + bias, k, dim=-1).indices
+    mask = torch.zeros_like(score).scatter(1, chosen, 1.0)
+    weight = score * mask
+    return weight / (weight.sum(-1, keepdim=True) + 1e-20), mask.sum(0)
+
+
+def expert_weights(w1: Tensor, w3: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """All experts' quantised matrices, stacked: gate and up [2 E I, L], down [L, E I]."""
+    w13 = torch.cat((fake_quantize(w1).flatten(0, 1), fake_quantize(w3).flatten(0, 1))).to(dtype)
+    return w13, fake_quantize(w2).to(dtype).transpose(0, 1).flatten(1)
+
+
+def expert_hidden(gate_up: Tensor, weight: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """gate_up [N, 2 E I], weight [N, E] -> every expert's activation times its weight, [N, E I]."""
+    gate, up = gate_up.chunk(2, -1)
+    hidden = _situ(gate.float(), up.float(), beta, linear_beta).to(gate.dtype).unflatten(-1, (weight.shape[-1], -1))
+    return (hidden * weight.to(gate.dtype)[..., None]).flatten(1)
+
+
+_PARTS = (
+    rms_norm, situ, mixed_norm, final_norm, kda_inputs, gated_norm, mla_keys_values, gated, route, expert_weights, expert_hidden,
+)  # fmt: skip
+
+
+def compile_parts(on: bool) -> None:
+    """Put compiled forms of the functions above in their places, or the plain ones back. Shapes are static: one graph per
+    distinct signature."""
+    torch._dynamo.config.recompile_limit = 64
+    for part in _PARTS:
+        globals()[part.__name__] = torch.compile(part, dynamic=False) if on else part
 
 
 class Linear(nn.Module):
@@ -76,6 +181,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+def together(x: Tensor, linears: Iterable[Linear]) -> tuple[Tensor, ...]:
+    """Several linear maps of one input as one matrix product."""
+    weights = [linear.weight for linear in linears]
+    return F.linear(x, torch.cat(weights).to(x.dtype)).split([w.shape[0] for w in weights], -1)
 
 
 class Norm(nn.Module):
@@ -93,7 +204,8 @@ class Mlp(nn.Module):
         self.down_proj = Linear(width, cfg.hidden_size, 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(situ(self.gate_proj(x), self.up_proj(x), self.cfg.situ_beta, self.cfg.situ_linear_beta))
+        gate, up = together(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(situ(gate, up, self.cfg.situ_beta, self.cfg.situ_linear_beta))
 
 
 class Gate(Linear):
@@ -125,24 +237,16 @@ class LatentMoe(nn.Module):
         self.routed_expert_up_proj = Linear(cfg.routed_expert_hidden_size, cfg.hidden_size, 0.3)
         self.shared_experts = Mlp(cfg, cfg.num_shared_experts * cfg.moe_intermediate_size)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [N, E], zero off the chosen experts, and the number of tokens of each expert [E]."""
-        score = torch.sigmoid(F.linear(x.float(), self.gate.weight.to(x.dtype).float()))  # a BF16 weight, a float32 score
-        chosen = torch.topk(score.detach() + self.gate.e_score_correction_bias, self.cfg.num_experts_per_token, dim=-1).indices
-        mask = torch.zeros_like(score).scatter(1, chosen, 1.0)
-        weight = score * mask
-        return weight / (weight.sum(-1, keepdim=True) + 1e-20), mask.sum(0)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         cfg, ex = self.cfg, self.experts
-        weight, load = self.route(x)
-        z = self.routed_expert_down_proj(x)
-        w1, w3, w2 = (fake_quantize(w).to(x.dtype) for w in (ex.w1, ex.w3, ex.w2))
-        hidden = situ(F.linear(z, w1.flatten(0, 1)), F.linear(z, w3.flatten(0, 1)), cfg.situ_beta, cfg.situ_linear_beta)
-        hidden = (hidden.unflatten(-1, (cfg.num_experts, -1)) * weight.to(x.dtype)[..., None]).flatten(1)
-        routed = F.linear(hidden, w2.transpose(0, 1).flatten(1))
+        logit = F.linear(x.float(), self.gate.weight.to(x.dtype).float())  # a BF16 weight, a float32 score
+        weight, load = route(logit, self.gate.e_score_correction_bias, cfg.num_experts_per_token)
+        w13, w2 = expert_weights(ex.w1, ex.w3, ex.w2, x.dtype)
+        shared = self.shared_experts
+        z, gate, up = together(x, (self.routed_expert_down_proj, shared.gate_proj, shared.up_proj))
+        routed = F.linear(expert_hidden(F.linear(z, w13), weight, cfg.situ_beta, cfg.situ_linear_beta), w2)
         routed = rms_norm(routed, self.routed_expert_norm.weight, cfg.rms_norm_eps)
-        return self.routed_expert_up_proj(routed) + self.shared_experts(x), load
+        return self.routed_expert_up_proj(routed) + shared.down_proj(situ(gate, up, cfg.situ_beta, cfg.situ_linear_beta)), load
 
 
 class Conv(nn.Module):
@@ -151,16 +255,6 @@ class Conv(nn.Module):
         weight = torch.randn(channels, 1, width) * 0.2
         weight[..., -1] += 1
         self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        """x [N, C] -> SiLU of the causal depthwise convolution; taps oldest to newest, zero before position 0 of each
-        sequence."""
-        x32, width = x.float(), self.weight.shape[-1]
-        out = x32 * self.weight[:, 0, -1]
-        for back in range(1, width):
-            shifted = F.pad(x32, (0, 0, back, 0))[: x32.shape[0]]
-            out = out + torch.where((position >= back)[:, None], shifted, 0.0) * self.weight[:, 0, width - 1 - back]
-        return F.silu(out).to(x.dtype)
 
 
 class KdaAttention(nn.Module):
@@ -182,30 +276,18 @@ class KdaAttention(nn.Module):
         self.o_norm = Norm(cfg.kda_head_dim)
         self.o_proj = Linear(inner, cfg.hidden_size, 0.3)
 
-    def before(self, x: Tensor, position: Tensor) -> tuple[Tensor, ...]:
-        cfg = self.cfg
-        heads = (cfg.kda_heads, cfg.kda_head_dim)
-        q, k, v = (
-            getattr(self, f"{n}_conv1d")(getattr(self, f"{n}_proj")(x), position).unflatten(-1, heads) for n in ("q", "k", "v")
-        )
-        q, k = ((t.float() * torch.rsqrt(t.float().square().sum(-1, keepdim=True) + 1e-6)) for t in (q, k))
-        z = (self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias).unflatten(-1, heads)
-        decay = cfg.gate_lower_bound * torch.sigmoid(self.A_log.exp()[:, None] * z)
-        beta = torch.sigmoid(self.b_proj(x).float())
-        return (q * cfg.kda_head_dim**-0.5).to(x.dtype), k.to(x.dtype), v, decay, beta.to(x.dtype), self.g_proj(x)
-
-    def after(self, out: Tensor, gate: Tensor) -> Tensor:
-        normed = rms_norm(out, self.o_norm.weight, GATE_NORM_EPS, torch.float32).flatten(-2)
-        return self.o_proj((normed * torch.sigmoid(gate.float())).to(gate.dtype))
-
     def forward(self, x: Tensor, position: Tensor, shapes: Shapes, kda: Kda) -> Tensor:
-        *streams, gate = self.before(x, position)
+        q, k, v, gate, fa, b = together(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj, self.b_proj))
+        conv = torch.cat([c.weight.squeeze(1) for c in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+        streams = kda_inputs(
+            torch.cat((q, k, v), -1), self.f_b_proj(fa), b, conv, self.A_log, self.dt_bias, position, self.cfg.gate_lower_bound
+        )
         out, at = [], 0
         for rows, length in shapes:
             part = (s[at : at + rows * length].unflatten(0, (rows, length)) for s in streams)
             out.append(kda(*part).flatten(0, 1))
             at += rows * length
-        return self.after(torch.cat(out), gate)
+        return self.o_proj(gated_norm(torch.cat(out), self.o_norm.weight, gate))
 
 
 class MlaAttention(nn.Module):
@@ -222,29 +304,20 @@ class MlaAttention(nn.Module):
         self.g_proj = Linear(cfg.hidden_size, heads * cfg.v_head_dim)
         self.o_proj = Linear(heads * cfg.v_head_dim, cfg.hidden_size, 0.3)
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k [N, heads, 192]; v [N, heads, 192], zero beyond v_head_dim because the flash kernel wants one width; the output
-        gate."""
-        cfg = self.cfg
-        heads, nope, rope, vdim = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
-        q = self.q_b_proj(rms_norm(self.q_a_proj(x), self.q_a_layernorm.weight, cfg.rms_norm_eps)).unflatten(-1, (heads, -1))
-        latent, k_pe = self.kv_a_proj_with_mqa(x).split((cfg.kv_lora_rank, rope), -1)
-        kv = self.kv_b_proj(rms_norm(latent, self.kv_a_layernorm.weight, cfg.rms_norm_eps)).unflatten(-1, (heads, -1))
-        k = torch.cat((kv[..., :nope], k_pe[:, None].expand(-1, heads, -1)), -1)
-        return q, k, F.pad(kv[..., nope:], (0, nope + rope - vdim)), self.g_proj(x)
-
-    def after(self, out: Tensor, gate: Tensor) -> Tensor:
-        out = out[..., : self.cfg.v_head_dim].flatten(-2)
-        return self.o_proj((out.float() * torch.sigmoid(gate.float())).to(gate.dtype))
-
     def forward(self, x: Tensor, position: Tensor, shapes: Shapes, kda: Kda) -> Tensor:
-        *streams, gate = self.before(x)
+        cfg = self.cfg
+        qa, kva, gate = together(x, (self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj))
+        heads = (cfg.num_attention_heads, -1)
+        q = self.q_b_proj(rms_norm(qa, self.q_a_layernorm.weight, cfg.rms_norm_eps)).unflatten(-1, heads)
+        latent, k_pe = kva.split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
+        kv = self.kv_b_proj(rms_norm(latent, self.kv_a_layernorm.weight, cfg.rms_norm_eps)).unflatten(-1, heads)
+        streams = (q, *mla_keys_values(kv, k_pe, cfg.qk_nope_head_dim))
         out, at = [], 0
         for rows, length in shapes:
             q, k, v = (s[at : at + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for s in streams)
             out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1))
             at += rows * length
-        return self.after(torch.cat(out), gate)
+        return self.o_proj(gated(torch.cat(out), gate))
 
 
 class Layer(nn.Module):
@@ -273,15 +346,6 @@ class Body(nn.Module):
         self.norm = Norm(cfg.hidden_size)
 
 
-def attn_res(sources: Sequence[Tensor], norm: Norm, proj: Linear, eps: float) -> Tensor:
-    """Softmax-weighted sum, in float32, of the closed blocks and the running prefix; one source comes back unchanged."""
-    if len(sources) == 1:
-        return sources[0].float()
-    stack = torch.stack([s.float() for s in sources])
-    logit = torch.rsqrt(stack.square().mean(-1) + eps) * (stack @ (norm.weight * proj.weight[0]))
-    return (torch.softmax(logit, 0)[..., None] * stack).sum(0)
-
-
 class TinyK3(nn.Module):
     def __init__(self, cfg: TinyConfig, kda: Kda = kda_chunk, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -292,54 +356,44 @@ class TinyK3(nn.Module):
     def forward(self, tokens: Tensor, position: Tensor, shapes: Shapes, tap: int = -1) -> tuple[Tensor, Tensor, Tensor | None]:
         """tokens, position int64 [N] -> normalised final hidden [N, D] (times lm_head = logits), expert loads [layers - 1, E],
         and the attention input of layer `tap` (what the auxiliary head reads)."""
-        cfg, body = self.cfg, self.model
-        prefix = body.embed_tokens(tokens).to(self.dtype)
+        cfg, body, eps = self.cfg, self.model, self.cfg.rms_norm_eps
+        shapes = merged(shapes)
+        # The embedding as a product with one-hot rows: exact, and its gradient a product too (a scatter would need a sort).
+        vocabulary = torch.arange(cfg.vocab_size, device=tokens.device)
+        prefix = (tokens[:, None] == vocabulary).to(self.dtype) @ body.embed_tokens.weight.to(self.dtype)
         blocks: list[Tensor] = []
         loads, tapped, delta = [], None, None
         for index, layer in enumerate(body.layers):
-            write = index % cfg.attn_res_block_size == 0
-            x, prefix = self._into_attention(layer, prefix, delta, blocks)
+            mix = (layer.self_attention_res_norm.weight, layer.self_attention_res_proj.weight)
+            x, prefix = mixed_norm(prefix, delta, blocks, mix, layer.input_layernorm.weight, eps)
             if index == tap:
                 tapped = x
             y = layer.self_attn(x, position, shapes, self.kda)
-            if write:
-                blocks.append(prefix)
-            delta, prefix, load = self._mlp(layer, None if write else prefix, y, blocks)
-            if load is not None:
+            if index % cfg.attn_res_block_size == 0:
+                blocks = [*blocks, prefix]
+                prefix, y = y, None
+            mix = (layer.mlp_res_norm.weight, layer.mlp_res_proj.weight)
+            x, prefix = mixed_norm(prefix, y, blocks, mix, layer.post_attention_layernorm.weight, eps)
+            if index:
+                delta, load = layer.block_sparse_moe(x)
                 loads.append(load)
-        prefix = prefix + delta
-        hidden = attn_res([*blocks, prefix], body.output_attn_res_norm, body.output_attn_res_proj, cfg.rms_norm_eps).to(
-            self.dtype
-        )
-        return rms_norm(hidden, body.norm.weight, cfg.rms_norm_eps), torch.stack(loads), tapped
-
-    def _into_attention(self, layer: Layer, prefix: Tensor, delta: Tensor | None, blocks: list[Tensor]) -> tuple[Tensor, Tensor]:
-        if delta is not None:
-            prefix = prefix + delta
-        mixed = attn_res([*blocks, prefix], layer.self_attention_res_norm, layer.self_attention_res_proj, self.cfg.rms_norm_eps)
-        return rms_norm(mixed, layer.input_layernorm.weight, self.cfg.rms_norm_eps, self.dtype), prefix
-
-    def _mlp(self, layer: Layer, prefix: Tensor | None, y: Tensor, blocks: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        prefix = y if prefix is None else prefix + y
-        mixed = attn_res([*blocks, prefix], layer.mlp_res_norm, layer.mlp_res_proj, self.cfg.rms_norm_eps)
-        x = rms_norm(mixed, layer.post_attention_layernorm.weight, self.cfg.rms_norm_eps, self.dtype)
-        if hasattr(layer, "mlp"):
-            return layer.mlp(x), prefix, None
-        delta, load = layer.block_sparse_moe(x)
-        return delta, prefix, load
+            else:
+                delta = layer.mlp(x)
+        mix = (body.output_attn_res_norm.weight, body.output_attn_res_proj.weight)
+        return final_norm(prefix, delta, blocks, mix, body.norm.weight, eps), torch.stack(loads), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden).float()
 
-    def compile_parts(self) -> None:
-        """Compile what acts per token; the sequence operators stay as they are. Shapes are static: one graph per distinct
-        signature."""
-        torch._dynamo.config.recompile_limit = 64
-        self._into_attention = torch.compile(self._into_attention, dynamic=False)
-        self._mlp = torch.compile(self._mlp, dynamic=False)
-        for layer in self.model.layers:
-            layer.self_attn.before = torch.compile(layer.self_attn.before, dynamic=False)
-            layer.self_attn.after = torch.compile(layer.self_attn.after, dynamic=False)
+
+def merged(shapes: Shapes) -> list[tuple[int, int]]:
+    """Neighbouring stretches of one length as one."""
+    out: list[tuple[int, int]] = []
+    for rows, length in shapes:
+        if out and out[-1][1] == length:
+            rows += out.pop()[0]
+        out.append((rows, length))
+    return out
 
 
 def positions(shapes: Shapes, device: str | torch.device) -> Tensor:

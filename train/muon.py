@@ -22,16 +22,18 @@ def orthogonalise(m: Tensor, steps: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(m.dtype)
 
 
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; 3-D parameters are stacks of matrices. Update RMS is scaled to sqrt(rows/cols), at
-    least 1."""
+    least 1. `lr` is a tensor, so that a step captured in a CUDA graph follows its value."""
 
-    def __init__(self, params: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: list[Tensor], lr: Tensor, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        for p in params:
+            self.state[p]["momentum"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -42,7 +44,7 @@ class Muon(torch.optim.Optimizer):
                     by_shape[p.shape[-2:]].append(p)
             for shape, params in by_shape.items():
                 grads = [p.grad for p in params]
-                momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+                momenta = [self.state[p]["momentum"] for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])
                 stacked = orthogonalise(torch.cat([m.reshape(-1, *shape) for m in nesterov]))
@@ -51,6 +53,5 @@ class Muon(torch.optim.Optimizer):
                     u.reshape(p.shape)
                     for u, p in zip(stacked.split([p.numel() // shape.numel() for p in params]), params, strict=True)
                 ]
-                if group["weight_decay"]:
-                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
+                torch._foreach_mul_(updates, group["lr"] * -scale)
+                torch._foreach_add_(params, updates)

@@ -28,18 +28,22 @@ Message = dict[str, str]
 class Row:
     """One training or evaluation sequence.
 
-    tokens: ids. target: 1 where the *next* token is supervised. labels: per token (ordinal, genre, topic) of the piece it
-    belongs to, or -1: the auxiliary head's targets. answer: (start, end) of the last reply, its <|end|> included.
+    tokens: ids. target: what the *next* token is to the loss: NOTHING, FRAME (a reply's prefix and end), FIRST (a retrieved
+    piece's first word), PIECE (its other words) or WORK (arithmetic). labels: the auxiliary head's targets, per token (ordinal,
+    genre, topic, offset) or -1. In a piece: which one it is, and how many words of it came before. In a reply: the same of the
+    word to be given *next*. So the place to read from and the place that reads carry one label. answer: (start, end) of the
+    last reply, its <|end|> included.
     """
 
     tokens: list[int]
     target: list[int]
-    labels: list[tuple[int, int, int]]
+    labels: list[tuple[int, int, int, int]]
     answer: tuple[int, int]
     meta: dict = field(default_factory=dict)
 
 
-NO_LABEL = (-1, -1, -1)
+NOTHING, FRAME, FIRST, PIECE, WORK = range(5)
+NO_LABEL = (-1, -1, -1, -1)
 
 
 def _request(pair: int) -> list[int]:
@@ -67,7 +71,8 @@ def _groups(rng: np.random.Generator, rounds: int, needles: int | None) -> list[
 
 
 def retrieval_row(rng: np.random.Generator, length: int, questions: int, needles: int | None = None) -> Row:
-    """A chat of at most `length` tokens, filled as far as whole rounds allow."""
+    """A chat of at most `length` tokens, filled as far as whole rounds allow. With one question about one of the needles it is an
+    evaluation item."""
     mean = sum(CONTENT_LENGTHS) / 2
     longest = CONTENT_LENGTHS[1]
     budget = length - 1 - questions * (QUESTION_COST + longest)
@@ -87,24 +92,30 @@ def retrieval_row(rng: np.random.Generator, length: int, questions: int, needles
         piece = piece[:size]
         pieces.append((kind, ordinal, piece))
         tokens += [vb.USER, *_request(kind), vb.END, vb.ASSISTANT, *piece, vb.END]
-        labels += [NO_LABEL] * 7 + [(ordinal, *divmod(kind, len(vb.TOPICS)))] * (size + 1) + [NO_LABEL]
-    target = [0] * len(tokens)
+        which = (ordinal, *divmod(kind, len(vb.TOPICS)))
+        labels += [NO_LABEL] * 7 + [(*which, offset) for offset in range(-1, size + 1)]
+    target = [NOTHING] * len(tokens)
 
     recurring = [i for i, (kind, _, _) in enumerate(pieces) if seen[kind] > 1] or list(range(rounds))
-    if needles is None:
-        chosen = [int(rng.choice(recurring)) if rng.random() < 0.75 else int(rng.integers(rounds)) for _ in range(questions)]
-    else:
+    if needles is not None and questions == 1:
         chosen = [int(rng.choice(recurring))]
+    else:  # without repetition, three quarters of the weight on what recurs
+        weight = np.full(rounds, 0.25 / rounds)
+        weight[recurring] += 0.75 / len(recurring)
+        chosen = rng.choice(rounds, min(questions, rounds), replace=False, p=weight).tolist()
     answer = (0, 0)
-    for index in dict.fromkeys(chosen):
+    for index in chosen:
         kind, ordinal, piece = pieces[index]
         prefix = "".join(rng.choice(list(PREFIX_ALPHABET), PREFIX_LENGTH))
         tokens += [vb.USER, *_question(prefix, kind, ordinal), vb.END, vb.ASSISTANT]
         reply = [*vb.chars(prefix), *piece, vb.END]
         answer = (len(tokens), len(tokens) + len(reply))
-        target += [0] * (len(tokens) - 1 - len(target)) + [1] * len(reply) + [0]
+        target += [NOTHING] * (len(tokens) - 1 - len(target))
+        target += [FRAME] * PREFIX_LENGTH + [FIRST] + [PIECE] * (len(piece) - 1) + [FRAME, NOTHING]
+        labels += [NO_LABEL] * (len(tokens) - 1 - len(labels))
+        which = (ordinal, *divmod(kind, len(vb.TOPICS)))
+        labels += [(*which, -1)] * PREFIX_LENGTH + [(*which, offset) for offset in range(len(piece) + 1)] + [NO_LABEL]
         tokens += reply
-    labels += [NO_LABEL] * (len(tokens) - len(labels))
     return Row(tokens, target, labels, answer, {"task": "retrieval", "needles": needles, "prefix": prefix, "ordinal": ordinal})
 
 
@@ -148,7 +159,7 @@ def arithmetic_row(rng: np.random.Generator, steps: int) -> Row:
     reply += [*vb.chars("\\"), vb.start("boxed"), *vb.chars(f"{{{value}}}"), vb.END]
     tokens += [vb.END, vb.ASSISTANT]
     answer = (len(tokens), len(tokens) + len(reply))
-    target = [0] * (len(tokens) - 1) + [1] * len(reply) + [0]
+    target = [NOTHING] * (len(tokens) - 1) + [WORK] * len(reply) + [NOTHING]
     tokens += reply
     return Row(tokens, target, [NO_LABEL] * len(tokens), answer, {"task": "arithmetic", "steps": steps, "result": value})
 
@@ -176,8 +187,8 @@ def messages(row: Row, decode) -> tuple[list[Message], str]:
 
 @dataclass
 class Batch:
-    """Rows padded to common lengths and laid end to end. shapes: (rows, length) of each stretch; tokens int64 [N]; target bool
-    [N]; labels int64 [N, 3]."""
+    """Rows padded to common lengths and laid end to end. shapes: (rows, length) of each stretch; tokens int64 [N]; target int64
+    [N]; labels int64 [N, 4]."""
 
     shapes: list[tuple[int, int]]
     tokens: np.ndarray
@@ -188,8 +199,8 @@ class Batch:
 def lay_out(stretches: list[tuple[int, list[Row]]]) -> Batch:
     total = sum(length * len(rows) for length, rows in stretches)
     tokens = np.full(total, vb.PAD, np.int64)
-    target = np.zeros(total, bool)
-    labels = np.full((total, 3), -1, np.int64)
+    target = np.zeros(total, np.int64)
+    labels = np.full((total, len(NO_LABEL)), -1, np.int64)
     at = 0
     for length, rows in stretches:
         for row in rows:
@@ -201,26 +212,32 @@ def lay_out(stretches: list[tuple[int, list[Row]]]) -> Batch:
     return Batch([(len(rows), length) for length, rows in stretches], tokens, target, labels)
 
 
-# (progress below which the mixture holds, lengths of the three retrieval stretches)
-CURRICULUM = (
-    (0.12, (256, 256, 512)),
-    (0.3, (256, 512, 1024)),
-    (0.5, (512, 1024, 2048)),
-    (0.75, (512, 2048, 4096)),
-    (1.01, (1024, 4096, 8192)),
+# The stages of the curriculum: (rows' length, units of tokens) of each retrieval stretch. One more unit is arithmetic.
+STAGES: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((256, 5), (512, 2)),
+    ((256, 1), (512, 2), (1024, 4)),
+    ((512, 1), (1024, 2), (2048, 4)),
+    ((1024, 1), (2048, 2), (4096, 4)),
+    ((2048, 1), (4096, 2), (8192, 4)),
 )
+UNITS = 8
 
 
-def training_batch(rng: np.random.Generator, progress: float, stretch: int, longest: int = 8192) -> Batch:
-    """Three stretches of retrieval at the lengths the curriculum gives for `progress` in [0, 1], one of arithmetic; `stretch`
-    tokens each."""
-    lengths = next(lengths for bound, lengths in CURRICULUM if progress < bound)
+def training_row(rng: np.random.Generator, length: int) -> Row:
+    """Questions fill about half of a short row, for more of the loss to be about retrieval, and a quarter of a long one. Some
+    rows have the one recurring kind of an evaluation item, most have many."""
+    share = 0.6 if length <= 256 else 0.5 if length <= 512 else 0.35 if length <= 1024 else 0.25
+    needles = int(rng.choice(NEEDLES, p=(0.5, 0.3, 0.2))) if length >= 512 and rng.random() < 0.3 else None
+    return retrieval_row(rng, length, max(1, int(share * length / 44)), needles)
+
+
+def training_batch(rng: np.random.Generator, stage: int, unit: int, longest: int = 8192) -> Batch:
+    """The stage's retrieval stretches, then `unit` tokens of arithmetic: UNITS * unit tokens at every stage."""
     stretches = []
-    for length in lengths:
-        length = min(length, longest, stretch)
-        questions = 1 if length <= 256 else min(12, length // 128)
-        stretches.append((length, [retrieval_row(rng, length, questions) for _ in range(stretch // length)]))
-    length = min(512 if progress < 0.12 else 1024, longest, stretch)
+    for length, units in STAGES[stage]:
+        length = min(length, longest, unit * units)
+        stretches.append((length, [training_row(rng, length) for _ in range(unit * units // length)]))
+    length = min(1024, longest, unit)
     most = steps_that_fit(length)
-    stretches.append((length, [arithmetic_row(rng, int(rng.integers(1, most + 1))) for _ in range(stretch // length)]))
+    stretches.append((length, [arithmetic_row(rng, int(rng.integers(1, most + 1))) for _ in range(unit // length)]))
     return lay_out(stretches)
