@@ -8,6 +8,7 @@ prompt's steps run on the standard path, as they would with a broken decode kern
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable
@@ -101,25 +102,31 @@ def _mlp(mlp: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _preempted: dict[str, list[list[int]]] = {}  # request -> its blocks, by cache group, before it was preempted
-_moved: dict[int, int] = {}  # block it has now -> block it had
+_moved: dict[str, int] = {}  # block it has now -> block it had
 _steps = 0
+
+
+def _moved_file() -> Path:
+    """The scheduler and the worker are two processes: one writes here what the other reads."""
+    return Path(os.environ[CONTROL] + ".moved")
 
 
 def _run(run: Callable[..., Any]) -> Callable[..., Any]:
     def broken(self: Any, plan: Any, input_ids: Any, step: Any) -> Any:
-        if current() == "wrong_slot_after_preemption" and _moved:
-            step = {name: _with_old_slots(where) for name, where in step.items()}
+        if current() == "wrong_slot_after_preemption" and _moved_file().exists():
+            moved = json.loads(_moved_file().read_text())
+            step = {name: _with_old_slots(where, moved) for name, where in step.items()}
         return run(self, plan, input_ids, step)
 
     return broken
 
 
-def _with_old_slots(where: Any) -> Any:
+def _with_old_slots(where: Any, moved: dict[str, int]) -> Any:
     if not hasattr(where, "slots"):
         return where
     slots = where.slots.clone()
     for i, slot in enumerate(slots.tolist()):
-        slots[i] = _moved.get(slot, slot)
+        slots[i] = moved.get(str(slot), slot)
     return dataclasses.replace(where, slots=slots)
 
 
@@ -133,7 +140,7 @@ def _schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if decoding and _steps % PREEMPT_EVERY == 0:
             _preempt(self, decoding[-1])
         output = schedule(self, *args, **kwargs)
-        _moved.clear()
+        moved: dict[str, int] = {}
         alive = {r.request_id for r in self.running}
         for request, old in list(_preempted.items()):
             if request not in self.requests:
@@ -141,7 +148,13 @@ def _schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
             elif request in alive:
                 new = self.kv_cache_manager.get_block_ids(request)
                 for was, now in zip(old, new, strict=True):
-                    _moved.update(zip(now, was, strict=False))
+                    moved.update(zip(map(str, now), was, strict=False))
+        if moved != _moved:
+            _moved.clear()
+            _moved.update(moved)
+            partial = _moved_file().with_suffix(".part")
+            partial.write_text(json.dumps(moved))
+            partial.replace(_moved_file())
         return output
 
     return preempting
