@@ -52,7 +52,7 @@ def test_a_weight_stream_that_the_assembler_undid_is_reported(arch: str, fresh_s
     first = next(i for i, line in enumerate(lines) if "LDC R1" in line)
     lines.insert(first, next(line for line in lines if "ACQBULK" in line))
     report = verify.check_files(scale_spec(), arch, ptx, "\n".join(lines), offsets)
-    assert [f.problem for f in report.findings if "the assembler moved them" in f.problem], str(report)
+    assert [f.problem for f in report.findings if "moved by the assembler" in f.problem], str(report)
 
 
 def test_what_is_declared_decides(fresh_store: build.Store) -> None:

@@ -331,7 +331,7 @@ def tool(name: str) -> str:
                 return str(path)
     on_path = shutil.which(name)
     if on_path is None:
-        raise FileNotFoundError(f"Expected {name} in the package nvidia-cuda-{name}, in triton or on the PATH, found none: install one.")
+        raise FileNotFoundError(f"Expected {name} from the package nvidia-cuda-{name}, triton or PATH, found none: install one.")
     return on_path
 
 
@@ -419,7 +419,7 @@ class Compiled:
         self.function(*args, torch.cuda.current_stream(device).cuda_stream if stream is None else stream)
 
 
-_loaded: dict[tuple[str, str], Compiled] = {}
+_loaded: dict[tuple[KernelSpec, str], Compiled] = {}
 
 
 def device_arch() -> str:
@@ -436,9 +436,9 @@ def device_arch() -> str:
 def get(spec: KernelSpec, arch: str | None = None) -> Compiled:
     """The callable kernel for a spec, from memory, from the store, or (logged, and never inside a capture) freshly compiled."""
     arch = arch or device_arch()
+    if (spec, arch) in _loaded:
+        return _loaded[spec, arch]
     stem = f"{spec.name}-{content_hash(spec, arch)}"
-    if (arch, stem) in _loaded:
-        return _loaded[arch, stem]
     folder = store.find(arch, stem)
     if folder is None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -454,5 +454,5 @@ def get(spec: KernelSpec, arch: str | None = None) -> Compiled:
     import cutlass.cute as cute
 
     module = cute.runtime.load_module(str(folder / f"{stem}.o"), enable_tvm_ffi=True)
-    _loaded[arch, stem] = Compiled(spec, arch, stem, getattr(module, _symbol(stem)))
-    return _loaded[arch, stem]
+    _loaded[spec, arch] = Compiled(spec, arch, stem, getattr(module, _symbol(stem)))
+    return _loaded[spec, arch]
