@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import override_forward_context
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -121,7 +122,7 @@ def _vllm_config(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         model_config=SimpleNamespace(dtype=dtype, hf_config=dict(config), model="no such folder"),
         cache_config=cache,
         compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=get_tensor_model_parallel_world_size()),
         speculative_config=None,
         num_speculative_tokens=0,
     )
