@@ -124,6 +124,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # sends functions to the worker
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
+
     from vllm.model_executor.models.kimi_k3_fast.model.checkpoint import write_tiny
 
     with tempfile.TemporaryDirectory() as folder:

@@ -136,11 +136,10 @@ class Simulation:
         return prompt
 
     def add(self, prompt: list[int], count: int) -> str:
+        from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
-
-        from vllm import SamplingParams
 
         self.number += 1
         name = f"r{self.number}"

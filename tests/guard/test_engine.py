@@ -23,6 +23,7 @@ COUNT = 12
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from vllm import LLM
+
     from vllm.model_executor.models.kimi_k3_fast.model.checkpoint import write_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
