@@ -109,6 +109,7 @@ class Mailbox(Box):
         """
         if not 0 <= rank < self.layout.world:
             raise ValueError(f"Expected a rank from 0 to {self.layout.world - 1}, found {rank}.")
+        assert self._side is not None  # symmetric memory is on a GPU
         with torch.cuda.stream(self._side):
             for peer in range(self.layout.world):
                 word = self._handle.get_buffer(peer, (1,), torch.int32)

@@ -157,7 +157,7 @@ def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offs
             continue
         check_program(stage, program, accesses, pointees, report)
     if report.early.get("PTX") and not report.early.get("SASS", 1):
-        moved = f"{report.early['PTX']} static loads stand before the wait in PTX, none in SASS: moved by the assembler (ld.global.nc?)"
+        moved = f"{report.early['PTX']} static loads before the wait in PTX, none in SASS: moved by the assembler (ld.global.nc?)"
         report.findings.append(Finding("SASS", "", moved))
     return report
 
