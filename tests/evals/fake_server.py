@@ -88,7 +88,7 @@ def serve(behaviour: Behaviour) -> Iterator[str]:
     """The URL of a server that behaves so."""
     handler = type("Handler", (_Handler,), {"behaviour": behaviour, "lock": threading.Lock(), "decoded": [0]})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -142,7 +142,7 @@ def _run_seed(
 ) -> None:
     if all(name.startswith("k3_tiny_") for name in suite.tasks):  # generated items: nothing may be asked of a hub
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
     from .client import RecordedChat
@@ -151,7 +151,8 @@ def _run_seed(
         url, arm.model, seed=seed, waves={name: suite.tasks[name].wave for name in names}, log=log, extra_body=extra_body
     )
     manager = TaskManager(include_path=str(suite.folder / "tasks"), include_defaults=False)
-    results = simple_evaluate(model=chat, tasks=list(names), task_manager=manager, bootstrap_iters=0, log_samples=True)
+    # Not `simple_evaluate`: it also runs `pip list`, for an account of the client's machine that nobody needs.
+    results = evaluate(lm=chat, task_dict=manager.load(list(names)), bootstrap_iters=0, log_samples=True)
     samples = (results or {}).get("samples", {})
     replies = {(r.task, r.item): r for r in chat.replies}
     for name in names:
