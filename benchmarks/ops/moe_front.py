@@ -76,12 +76,17 @@ def topk() -> Iterator[Case]:
     for tokens in BATCHES:
         logits, bias = torch.randn(tokens, EXPERTS, device="cuda") * 2, torch.zeros(EXPERTS, device="cuda")
         ids, weights = torch.empty(tokens, TOP_K, device="cuda", dtype=torch.int32), torch.empty(tokens, TOP_K, device="cuda")
-        plan, grouped = op.topk_plan(op.TopkConfig(tokens), build.device_arch()), stock.topk()
+        integers = lambda n: torch.zeros(n, device="cuda", dtype=torch.int32)  # noqa: E731
+        groups = op.Groups(*map(integers, (EXPERTS + 1, tokens * TOP_K, EXPERTS, 1, 1)))
+        plan, listing = (op.topk_plan(op.TopkConfig(tokens, grouped=g), build.device_arch()) for g in (False, True))
+        tensors = (logits, bias, integers(1) + tokens, ids, weights)
         variants: dict[str, Callable[[int], object]] = {
-            "ours": lambda i, p=plan, x=(logits, bias, ids, weights): op.run_topk(p, *x)
+            "ours": lambda i, p=plan, x=tensors: op.run_topk(p, *x),
+            "ours, pairs grouped": lambda i, p=listing, x=tensors, g=groups: op.run_topk(p, *x, g),
         }
-        if grouped:
-            variants["stock"] = lambda i, g=grouped, x=(logits, bias): g(*x, TOP_K)
+        incumbent = stock.topk()
+        if incumbent:
+            variants["stock"] = lambda i, g=incumbent, x=(logits, bias): g(*x, TOP_K)
         yield Case({"op": "topk, warm", "batch": tokens}, tokens * (EXPERTS * 4 + TOP_K * 8) + EXPERTS * 4, variants, 1, "stock")
 
 
@@ -96,7 +101,7 @@ if __name__ == "__main__":
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     options = parser.parse_args()
     if options.compile:
-        specs = [op.topk_spec(op.TopkConfig(t)) for t in BATCHES]
+        specs = [op.topk_spec(op.TopkConfig(t, grouped=g)) for t in BATCHES for g in (False, True)]
         specs += [op.spec(c) for n in SHARED.values() for t in BATCHES for c in configs(t, n, options.quick)]
         compile_all(specs, options.compile)
     else:

@@ -39,7 +39,12 @@ def test_refuses_what_it_cannot_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [*map(op.spec, SMALL), op.topk_spec(op.TopkConfig(3, 48, 4)), op.topk_spec(op.TopkConfig(1))], ids=lambda s: s.name
+    "spec",
+    [
+        *map(op.spec, SMALL),
+        *map(op.topk_spec, (op.TopkConfig(1), op.TopkConfig(3, 48, 4), op.TopkConfig(3, 48, 4, grouped=True))),
+    ],
+    ids=lambda s: s.name,
 )
 def test_compiles_without_spilling(spec: build.KernelSpec, arch: str, fresh_store: build.Store) -> None:
     (record,) = build.ensure(spec, arch).glob("*.json")
@@ -98,10 +103,13 @@ def test_replay_sees_changed_inputs(config: op.Config) -> None:
     _check(config, case, out)
 
 
-def _choose(config: op.TopkConfig, logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(
+    config: op.TopkConfig, logits: torch.Tensor, bias: torch.Tensor, live: int | None = None, groups: op.Groups | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.full((config.tokens, config.top_k), -7, device="cuda", dtype=torch.int32)
     weights = torch.full((config.tokens, config.top_k), float("nan"), device="cuda")
-    op.run_topk(op.topk_plan(config, build.device_arch()), logits, bias, ids, weights)
+    count = torch.tensor([config.tokens if live is None else live], device="cuda", dtype=torch.int32)
+    op.run_topk(op.topk_plan(config, build.device_arch()), logits, bias, count, ids, weights, groups)
     return ids, weights
 
 
@@ -155,7 +163,45 @@ def test_topk_replay_sees_changed_logits() -> None:
     plan, bias = op.topk_plan(config, build.device_arch()), torch.zeros(config.experts, device="cuda")
     case, fresh = {"logits": _logits("random", 4, 896, 1)}, _logits("random", 4, 896, 2)
     ids, weights = torch.empty(4, 16, device="cuda", dtype=torch.int32), torch.empty(4, 16, device="cuda")
-    replay_with(lambda: op.run_topk(plan, case["logits"], bias, ids, weights), case, {"logits": fresh}, [ids, weights])
+    count = torch.tensor([4], device="cuda", dtype=torch.int32)
+    replay_with(lambda: op.run_topk(plan, case["logits"], bias, count, ids, weights), case, {"logits": fresh}, [ids, weights])
     wanted, wanted_weights = route(fresh, bias, 16, True, 1.0)
     assert torch.equal(ids.long(), wanted)
     torch.testing.assert_close(weights, wanted_weights, rtol=2e-6, atol=1e-7)
+
+
+def _groups(config: op.TopkConfig) -> op.Groups:
+    sizes = (config.experts + 1, config.tokens * config.top_k, config.experts, 1)
+    poisoned = [torch.full((n,), -7, device="cuda", dtype=torch.int32) for n in sizes]
+    return op.Groups(*poisoned, torch.zeros(1, device="cuda", dtype=torch.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(
+    ("config", "live"),
+    [
+        (op.TopkConfig(1, grouped=True), 1),
+        (op.TopkConfig(8, grouped=True), 5),
+        (op.TopkConfig(33, grouped=True), 33),
+        (op.TopkConfig(64, grouped=True), 64),
+        (op.TopkConfig(64, grouped=True), 0),
+        (op.TopkConfig(7, 48, 4, grouped=True), 6),
+    ],
+    ids=str,
+)
+def test_pairs_are_grouped_by_expert(config: op.TopkConfig, live: int, skewed: bool) -> None:
+    groups, bias = _groups(config), torch.zeros(config.experts, device="cuda")
+    if skewed:  # nearly all tokens choose the same experts
+        bias[-config.top_k :] = 2.0
+    for seed in (0, 1):  # the second launch finds the arrival counter as the first left it
+        ids, weights = _choose(config, _logits("random", config.tokens, config.experts, seed), bias, live, groups)
+        assert (ids[live:] == 0).all() and (weights[live:] == 0).all()
+        chosen = ids[:live].flatten().long()
+        counts = torch.bincount(chosen, minlength=config.experts)
+        active = torch.nonzero(counts).flatten()
+        assert groups.offsets.tolist() == [0, *counts.cumsum(0).tolist()]
+        assert groups.pairs[: chosen.numel()].tolist() == torch.argsort(chosen, stable=True).tolist()
+        assert groups.num_active.item() == active.numel()
+        assert groups.active[: active.numel()].tolist() == active.tolist()
+        assert groups.arrived.item() == 0

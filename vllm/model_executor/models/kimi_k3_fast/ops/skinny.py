@@ -6,7 +6,7 @@ gives it.
 The matrix is the left operand of `mma.m16n8k16` (rows of w are its 16, tokens its 8), so a batch of 1 costs what a batch of 8
 does. A lane takes 16 contiguous bytes of a row straight from global memory into registers, in the order the tensor core wants
 (the order of k inside a product is free as long as both operands agree). Loads of weights wait for nobody: the first `depth` of
-them are in flight before the dependency wait.
+them are in flight before the dependency wait. From 17 tokens on, both operands are streamed through shared memory instead.
 
     grid    = groups x splits, the `splits` blocks of a group are one cluster
     group   = a contiguous share of the rows; shares differ by one row at most, so memory traffic is even
@@ -18,7 +18,7 @@ Pure Python: the host half plans with it, the device half traces with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 UNIT = 64  # columns: one 128-byte line of a row
 TILE = 16  # rows of one tensor-core step
@@ -37,7 +37,8 @@ class Tactic:
     `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes a lane. `prefetch`: KiB of its weights, behind
     those loads, that a block asks into L2 before the dependency wait: memory works while small kernels in front do not use it.
     `resident`: blocks an SM must be able to hold, which bounds the registers; with two, the next kernel's blocks start while
-    this one still runs.
+    this one still runs. `stages`: 0, or both operands go through so many stages of shared memory, 64 columns each, because the
+    activation of many tokens does not fit there as a whole; `depth` and `prefetch` then have no meaning.
     """
 
     groups: int = 132
@@ -48,6 +49,7 @@ class Tactic:
     depth: int = 4
     prefetch: int = 0
     resident: int = 1
+    stages: int = 0
 
     @property
     def threads(self) -> int:
@@ -112,14 +114,20 @@ class Shape:
         return self.padded_tokens * self.partial_pitch
 
     @property
+    def stage_rows(self) -> int:
+        """Rows of 64 columns in a stage: of the matrix, of the activation, and one of a norm weight."""
+        return self.tactic.rows + self.padded_tokens + 1
+
+    @property
     def shared_floats(self) -> int:
-        """4-byte words that hold the activation first and the warps' partial sums after it."""
-        return max(ceil_div(self.tokens * self.pitch, 2), self.partial_floats * self.tactic.k_warps)
+        """4-byte words that hold the activation, or the stages, first and the warps' partial sums after it."""
+        streamed = self.tactic.stages * self.stage_rows * UNIT // 2
+        operands = streamed or ceil_div(self.tokens * self.pitch, 2)
+        return max(operands, self.partial_floats * self.tactic.k_warps)
 
     @property
     def smem_bytes(self) -> int:
-        second_level = self.partial_floats if self.tactic.splits > 1 and self.tactic.k_warps > 1 else 0
-        return 4 * (self.shared_floats + second_level + 64 * self.tactic.k_warps) + 1024
+        return 4 * (self.shared_floats + 64 * self.tactic.k_warps) + 1024
 
     def problem(self) -> str | None:
         """Why this shape cannot run with this tactic, or None."""
@@ -130,7 +138,9 @@ class Shape:
             return f"expected a number of input columns that is a multiple of {UNIT}, found {bad[0]}"
         if self.smem_bytes > SMEM_LIMIT:
             return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} (more splits hold less of the activation)"
-        if self.padded_tokens > 16 and self.tactic.depth < self.tactic.tiles:
+        if self.tactic.stages and not (self.tactic.stages >= 2 and self.tactic.k_warps <= 2):
+            return f"expected at least 2 stages and at most 2 warps for their columns, found {self.tactic}"
+        if not self.tactic.stages and self.padded_tokens > 16 and self.tactic.depth < self.tactic.tiles:
             return f"expected a depth of at least {self.tactic.tiles} tiles for more than 16 tokens, found {self.tactic.depth}"
         if self.tactic.threads > 1024:
             return f"expected at most 1024 threads, found {self.tactic.threads}"
@@ -146,6 +156,8 @@ def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 
     """A tactic that fits, by the rules that measurements support so far; choices of single shapes come from the op's
     tactics.json.
     """
+    if tokens > 16:
+        return streamed_tactic(rows, columns, tokens, sms)
     k, splits = sum(columns), 1
     while splits < 8 and (tokens * (k // splits) * 2 > 118 * 1024 or (tokens > 8 * splits and k // splits > 1024)):
         splits *= 2
@@ -159,12 +171,29 @@ def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 
     return Tactic(groups, splits, row_warps, max(1, 8 // row_warps), tiles, depth=3 if tiles == 4 and tokens <= 16 else 4)
 
 
+def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132, splits: int = 4) -> Tactic:
+    """Four blocks share a group's rows along K: each reads a quarter of the activation only, which L2 would hardly deliver to
+    all blocks in full.
+    """
+    while splits > 1 and min(columns) // UNIT < splits:
+        splits //= 2
+    groups = max(1, min(sms // splits, ceil_div(rows, TILE)))
+    held = ceil_div(ceil_div(rows, groups), TILE)
+    tiles = min(held, 3)
+    tactic = Tactic(groups, splits, ceil_div(held, tiles), 2, tiles, stages=8)
+    while tactic.stages > 2 and Shape(tokens, columns, tactic).smem_bytes > SMEM_LIMIT:
+        tactic = replace(tactic, stages=tactic.stages - 1)
+    return tactic
+
+
 def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> list[Tactic]:
     """Tactics worth measuring, the default first: more or fewer warps along K, loads in flight, splits, and blocks of half the
     size.
     """
     first = default_tactic(rows, columns, tokens, sms)
     found = [first]
+    if first.stages:
+        return [first, *(streamed_tactic(rows, columns, tokens, sms, splits) for splits in (2, 8))]
     for splits in sorted({1, 2, first.splits, min(8, 2 * first.splits)}):
         for waves in (1, 2):  # blocks for each SM
             groups = min(waves * sms // splits, ceil_div(rows, TILE))

@@ -32,7 +32,7 @@ def store_global(pointer: Any, words: Words, predicate: Boolean) -> None:
     inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words], predicate=predicate)
 
 
-def store_shared_f32(pointer: Any, value: Any, predicate: Boolean) -> None:
+def store_shared_f32(pointer: Any, value: Any, predicate: Boolean | None = None) -> None:
     """One fp32 value to this block's shared memory, where the predicate holds."""
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[pointer, value], predicate=predicate)
 
@@ -52,6 +52,16 @@ def copy_async(target: Any, source: Any, wanted: Any, predicate: Boolean | None 
     inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, wanted], predicate=predicate
     )
+
+
+def stream_async(target: Any, source: Any, predicate: Boolean | None = None) -> None:
+    """Start copying 16 bytes that are read once from global to shared memory; L2 fetches the 256 bytes around them."""
+    inline_ptx("cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=predicate)
+
+
+def multiply_bf16(a: Any, b: Any) -> Uint32:
+    """Products of two bf16 pairs, each rounded to nearest even."""
+    return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def prefetch_bytes(source: Any, count: Any, predicate: Boolean) -> None:
@@ -82,6 +92,11 @@ def cluster_barrier() -> None:
     """All threads of the cluster meet; shared memory written before is visible to every block of it after."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
+
+
+def opaque(value: Int32) -> Int32:
+    """The same number, of which the compiler knows nothing."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def sigmoid(x: Any) -> Float32:

@@ -2,7 +2,7 @@
 
 A kernel uses it in this order, so that the weights' stream starts before the kernel may read anything else:
 
-    block = Block(shape, rows, [w.early(), ...])     # who am I, which rows; issues the first loads of weights
+    block = make_block(shape, rank, rows, [w.early(), ...], Smem(shape))  # who am I, which rows; issues the first loads of weights
     token = dependency_wait()
     block.stage(0, x.after(token))                   # the activation into shared memory
     block.multiply(0)                                # through a part of K; the ring of loads runs on into the next part
@@ -23,7 +23,7 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
-from .ptx import cluster_barrier, copy_async, load_shared, mma_bf16, peer_f32, prefetch_bytes, store_shared
+from .ptx import cluster_barrier, copy_async, load_shared, mma_bf16, peer_f32, prefetch_bytes, store_shared, store_shared_f32
 from .reduce import warp_sum
 from .vectors import Words, load_words, load_words_streaming, pack_bf16, unpack_bf16
 
@@ -50,13 +50,8 @@ class Block:
     """One thread's part in the block's work. See the module head for the order of calls."""
 
     def __init__(self, shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem, exact: bool = False) -> None:
-        thread, _, _ = cute.arch.thread_idx()
-        self.shape, self.tactic, self.rows, self.rank, self.smem = shape, shape.tactic, rows, rank, smem
-        self.thread = thread
-        self.lane, self.warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
-        self.row_warp, self.k_warp = self.warp // self.tactic.k_warps, self.warp % self.tactic.k_warps
-        self.quad, self.slot = self.lane // 4, self.lane % 4  # row within 8; which 16 bytes of 64
-        self.acc = [[[Float32(0.0)] * 4 for _ in range(shape.padded_tokens // 8)] for _ in range(self.tactic.tiles)]
+        self._place(shape, rank, rows, smem, exact)
+        self.squares_from = self.tactic.k_warps  # so many partial sums of a token's squares
         self.bases = [
             [self._row_bases(w, part, tile) for tile in range(self.tactic.tiles)]
             for w, part in zip(weights, shape.parts, strict=True)
@@ -67,8 +62,17 @@ class Block:
         self.ring: list[Any] = [None] * len(self.order)
         self.issued = 0
         self._issue(self.tactic.depth)
-        self.exact = exact
         self._prefetch(weights)
+
+    def _place(self, shape: Shape, rank: Any, rows: Rows, smem: Smem, exact: bool) -> None:
+        """Who this thread is."""
+        self.shape, self.tactic, self.rows, self.rank, self.smem, self.exact = shape, shape.tactic, rows, rank, smem, exact
+        thread, _, _ = cute.arch.thread_idx()
+        self.thread = thread
+        self.lane, self.warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
+        self.row_warp, self.k_warp = self.warp // self.tactic.k_warps, self.warp % self.tactic.k_warps
+        self.quad, self.slot = self.lane // 4, self.lane % 4  # row within 8; which 16 bytes of 64
+        self.acc = [[[Float32(0.0)] * 4 for _ in range(shape.padded_tokens // 8)] for _ in range(self.tactic.tiles)]
 
     # -- weights ----------------------------------------------------------------------------------------------------------------------------
 
@@ -192,7 +196,7 @@ class Block:
         def factor(n: int, c: int) -> Any:
             token, total = n * 8 + self.slot * 2 + c, Float32(0.0)
             for rank in range(self.tactic.splits):
-                for warp in range(self.tactic.k_warps):
+                for warp in range(self.squares_from):
                     at = warp * 64 + token
                     total = total + (
                         self.smem.squares[at] if self.tactic.splits == 1 else peer_f32(self.smem.squares.iterator + at, rank)
@@ -296,15 +300,18 @@ class Block:
         return total
 
     def _combine(self) -> None:
-        """sums[token, row] over this block's warps, for the peers to read."""
+        """The sums over this block's warps, in place of the first warp's, for the peers to read."""
         count, threads = self.shape.tokens * self.tactic.rows, self.tactic.threads
         for i in range(ceil_div(count, threads)):
-            index = min(self.thread + i * threads, count - 1)  # threads past the end write the last value once more
+            raw = self.thread + i * threads
+            index = min(raw, count - 1)
             token, row = index // self.tactic.rows, index % self.tactic.rows
-            self.smem.sums[token * self.shape.partial_pitch + row] = self._over_warps(token, row)
+            at = self.smem.partials.iterator + (token * self.shape.partial_pitch + row)
+            inside = None if (i + 1) * threads <= count else raw < count
+            store_shared_f32(at, self._over_warps(token, row), inside)
 
     def _over_cluster(self, token: Any, row: Any) -> Any:
-        where = self.smem.sums.iterator + (token * self.shape.partial_pitch + row)
+        where = self.smem.partials.iterator + (token * self.shape.partial_pitch + row)
         total = peer_f32(where, 0)
         for rank in range(1, self.tactic.splits):
             total = total + peer_f32(where, rank)
@@ -333,21 +340,15 @@ def load_eight(x: Any, token: Any, column: Any) -> list[Any]:
 
 
 class Smem:
-    """Shared memory of a block: the activation and, once it is used up, in its place the warps' partial sums; the block's own sums if a
-    cluster adds them up; sums of squares for a norm."""
+    """Shared memory of a block: the activation and, once it is used up, in its place the warps' partial sums;
+    sums of squares for a norm."""
 
     def __init__(self, shape: Shape) -> None:
         allocator, tactic = SmemAllocator(), shape.tactic
         both = allocator.allocate_array(Float32, shape.shared_floats, byte_alignment=16)
         self.activation = cute.recast_ptr(both, dtype=BFloat16)
         self.partials = cute.make_tensor(both, cute.make_layout(shape.partial_floats * tactic.k_warps))
-        two_levels = tactic.splits > 1 and tactic.k_warps > 1
         self.squares = allocator.allocate_tensor(Float32, cute.make_layout(64 * tactic.k_warps), byte_alignment=16)
-        self.sums = (
-            allocator.allocate_tensor(Float32, cute.make_layout(shape.partial_floats), byte_alignment=16)
-            if two_levels
-            else self.partials
-        )
 
 
 def min_int(a: int, b: int) -> int:

@@ -12,7 +12,8 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from ..device.ptx import sigmoid, store_bf16, store_f32, warp_max_u32, warp_min_u32
-from ..device.skinny import Block, Rows, Smem, even_share
+from ..device.skinny import Rows, Smem, even_share
+from ..device.streamed import make_block
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 
@@ -39,7 +40,7 @@ def segment(config: Any, which: int, weight: Static, x: Dynamic, out: Output, sm
     rows = out.shape[1]
     first, last = even_share(rows, config.groups[which], group)
     pair = rows if which == 2 else 0
-    block = Block(config.shape, rank, Rows(first, last, pair), [weight.early()], smem, exact=which == 0)
+    block = make_block(config.shape, rank, Rows(first, last, pair), [weight.early()], smem, exact=which == 0)
     release_dependents()
     token = dependency_wait()
     block.stage(0, x.after(token))

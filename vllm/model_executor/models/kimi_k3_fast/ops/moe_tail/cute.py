@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 
 from ..device.ptx import store_bf16
-from ..device.skinny import Block, Rows, Smem, even_share
+from ..device.skinny import Rows, Smem, even_share
+from ..device.streamed import make_block
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 
@@ -18,7 +19,7 @@ def _tail(up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, d
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     first, last = even_share(config.rows, shape.tactic.groups, group)
-    block = Block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape))
+    block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape))
     weight = block.norm_words(0, norm.early())
     release_dependents()
     token = dependency_wait()

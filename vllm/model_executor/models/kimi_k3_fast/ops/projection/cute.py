@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 
 from ..device.ptx import store_bf16, store_f32
-from ..device.skinny import Block, Rows, Smem, even_share
+from ..device.skinny import Rows, Smem, even_share
+from ..device.streamed import make_block
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 from ..skinny import Shape
 
@@ -19,7 +20,7 @@ def _project(w: Static, x: Dynamic, y: Output, shape: cutlass.Constexpr, store: 
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     rows = w.shape[0]
     first, last = even_share(rows, shape.tactic.groups, group)
-    block = Block(shape, rank, Rows(first, last), [w.early()], Smem(shape), exact=store is store_f32)
+    block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape), exact=store is store_f32)
     release_dependents()
     token = dependency_wait()
     block.stage(0, x.after(token))
