@@ -12,7 +12,8 @@ from cutlass.cutlass_dsl import select_
 
 from ..device.exchange import Exchange, Post
 from ..device.ptx import store_bf16
-from ..device.skinny import Block, Rows, Smem, even_share
+from ..device.skinny import Rows, Smem, even_share
+from ..device.streamed import make_block
 from ..device.vectors import pack_bf16, unpack_bf16
 from ..order import Dynamic, Ordered, Peers, Static, dependency_wait, release_dependents
 
@@ -57,7 +58,7 @@ def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     first, last = even_share(config.rows, shape.tactic.groups, group)
-    block = Block(shape, rank, Rows(first, last), [w.early()], Smem(shape))
+    block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape))
     release_dependents()
     token = dependency_wait()
     emit = emit_with(token, group, first)
