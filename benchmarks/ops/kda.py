@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.ops import stock as incumbent
 from benchmarks.timing import Case, arguments, copies_for, main
 from vllm.model_executor.models.kimi_k3_fast.ops import build, kda
 
@@ -56,40 +57,75 @@ def tensors(config: kda.Config, copies: int) -> list[dict[str, torch.Tensor]]:
 
 
 def stock(config: kda.Config, sets: list[dict[str, torch.Tensor]]) -> dict[str, Callable[[int], object]]:
-    """vLLM's fused decode after its f_b projection, where vLLM is installed and covers the shape."""
-    try:
-        from vllm import _custom_ops as ops
+    """What vLLM launches for the same work, where it is installed whole: its native fused decode after f_b for plain steps of 12
+    heads and more, its Triton kernels (convolution, recurrence, gated norm) after f_b for 6 heads and for verify steps."""
+    h, width, per_row = config.heads, config.heads * D, 1 + config.drafts
+    linear = incumbent.linear(sets[0]["x"][:, 4 * width : 4 * width + D], sets[0]["f_b"]) or torch.nn.functional.linear
 
-        torch.ops._C.fused_kda_decode  # noqa: B018  (raises where this build has none)
-    except (ImportError, AttributeError):
-        return {}
-    if config.heads not in (12, 24, 48, 96) or config.drafts:
-        return {}
-    h, width = config.heads, config.heads * D
-
-    def run(i: int) -> None:
-        s = sets[i]
+    def gates(s: dict[str, torch.Tensor]) -> dict[str, object]:
         x = s["x"]
-        raw_g = torch.nn.functional.linear(x[:, 4 * width : 4 * width + D], s["f_b"]).view(1, -1, h, D)
-        ops.fused_kda_decode(
-            x=x[:, : 3 * width],
-            weight=s["conv_weight"],
-            bias=None,
-            conv_state=s["conv_state"].transpose(1, 2),
-            raw_g=raw_g,
-            raw_beta=x[:, 4 * width + D : 4 * width + D + h].unsqueeze(0),
-            A_log=s["a_log"],
-            dt_bias=s["dt_bias"],
-            state_indices=s["slots"][:, 0],
-            state=s["state"],
-            out=s["y"].view(1, -1, h, D),
-            lower_bound=config.lower_bound,
-            output_gate=x[:, 3 * width : 4 * width].view(-1, h, D),
-            norm_weight=s["norm_weight"],
-            norm_eps=config.norm_eps,
-        )
+        return {
+            "raw_g": linear(x[:, 4 * width : 4 * width + D], s["f_b"]).view(1, -1, h, D),
+            "raw_beta": x[:, 4 * width + D : 4 * width + D + h].unsqueeze(0),
+            "A_log": s["a_log"],
+            "dt_bias": s["dt_bias"],
+            "lower_bound": config.lower_bound,
+        }
 
-    return {"stock f_b + fused_kda_decode": run}
+    native = incumbent.kda_decode()
+    if native is not None and h in (12, 24, 48, 96) and not config.drafts:
+        taps = [s["conv_weight"].view(3, width, 4).transpose(1, 2).contiguous() for s in sets]
+        norms = [s["norm_weight"].float() for s in sets]
+
+        def fused(i: int) -> None:
+            s = sets[i]
+            native(
+                x=s["x"][:, : 3 * width],
+                weight=taps[i],
+                bias=None,
+                conv_state=s["conv_state"].transpose(1, 2),
+                state_indices=s["slots"][:, 0],
+                state=s["state"],
+                out=s["y"].view(1, -1, h, D),
+                output_gate=s["x"][:, 3 * width : 4 * width].unflatten(1, (h, D)),
+                norm_weight=norms[i],
+                norm_eps=config.norm_eps,
+                **gates(s),
+            )
+
+        return {"stock f_b + fused_kda_decode": fused}
+    kernels = incumbent.kda_triton()
+    if kernels is None:
+        return {}
+    convolve, packed, recurrent, norm_gated = kernels
+
+    def by_kernel(i: int) -> object:
+        s = sets[i]
+        first, mixed = s["slots"][:, 0], s["x"][:, : 3 * width]
+        conv_state, out = s["conv_state"].transpose(1, 2), torch.empty_like(s["y"]).view(1, -1, h, D)
+        options = {"activation": "silu", "conv_state_indices": first, "out": torch.empty_like(mixed)}
+        if config.drafts:
+            options |= {"num_accepted_tokens": s["accepted"], "query_start_loc": s["starts"], "max_query_len": per_row}
+        mixed = convolve(mixed, conv_state, s["conv_weight"], None, **options)
+        if config.drafts:
+            q, k, v = (part.unflatten(1, (h, D)).unsqueeze(0) for part in mixed.split(width, dim=1))
+            recurrent(
+                q=q,
+                k=k,
+                v=v,
+                initial_state=s["state"],
+                cu_seqlens=s["starts"],
+                ssm_state_indices=s["slots"],
+                num_accepted_tokens=s["accepted"],
+                out=out,
+                **gates(s),
+            )
+        else:
+            packed(mixed_qkv=mixed, initial_state=s["state"], state_indices=first, out=out, **gates(s))
+        gate = s["x"][:, 3 * width : 4 * width].unflatten(1, (h, D))
+        return norm_gated(out, gate.unsqueeze(0), s["norm_weight"], None, "sigmoid", eps=config.norm_eps)
+
+    return {"stock f_b + 3 Triton kernels": by_kernel}
 
 
 def cases(every_tactic: bool, only: list[int] | None) -> Iterator[Case]:

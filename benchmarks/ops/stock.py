@@ -55,3 +55,33 @@ def situ_and_mul() -> Callable[..., None] | None:
 def rms_norm() -> Callable[..., None] | None:
     """(out, x, weight, eps)."""
     return _find("vllm._custom_ops", "rms_norm")
+
+
+def kda_decode() -> Callable[..., object] | None:
+    """The native fused decode of KDA (weight [3, 4, h d], norm weight fp32), which wants f_b's output."""
+    call = _find("vllm._custom_ops", "fused_kda_decode")
+    return call if call is not None and hasattr(torch.ops._C, "fused_kda_decode") else None
+
+
+def kda_triton() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
+    """What K3's layer launches where the native decode does not fit: convolution, packed recurrence of one token, recurrence of
+    several, gated norm.
+    """
+    recurrences = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+    found = (
+        _find("vllm.model_executor.layers.mamba.ops.causal_conv1d", "causal_conv1d_update"),
+        _find(recurrences, "fused_recurrent_kda_packed_decode"),
+        _find(recurrences, "fused_recurrent_kda"),
+        _find("vllm.third_party.flash_linear_attention.ops.kda", "rms_norm_gated"),
+    )
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def mla_decode() -> Callable[..., Any] | None:
+    """FlashAttention 3 over the paged latent cache, as the FLASH_ATTN_MLA backend calls it on Hopper."""
+    return _find("vllm.vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func")
+
+
+def mla_schedule() -> Callable[..., torch.Tensor] | None:
+    """FlashAttention 3's plan of the splits, made once for a step outside the layers."""
+    return _find("vllm.vllm_flash_attn.flash_attn_interface", "get_scheduler_metadata")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from late_kernel import write_late
 from torch import Tensor
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build, mla
@@ -61,24 +62,23 @@ def numbers(cache: Tensor) -> Tensor:
 
 
 def expected(config: mla.Config, p: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Every stage's result on the CPU; `cache` is the cache with this step's rows written."""
+    """Every stage's result on the CPU; `cache` is the cache with this step's rows written; scales are multiplied out.
+
+    Float64 rounds nothing, whatever the cache's format. The plain form rounds to bf16 where the model does, and with an FP8 cache
+    the query and the new rows to E4M3: its error is what that format costs PyTorch.
+    """
     p = {name: tensor.cpu() for name, tensor in p.items()}
     q_scale, k_scale = (float(s) for s in p["scales"])
     query, rows = reference.query(p["x"], p["q_norm"], p["kv_norm"], p["q_b"], p["w_uk"], eps=config.norm_eps, dtype=dtype)
-    cache = numbers(p["cache"]).to(dtype)
-    scale, value_scale = config.scale, 1.0
-    if config.fp8:
-        # The device rounds bf16 numbers to E4M3; so does float64 here, or every rounding boundary would count as an error.
-        query = reference.to_e4m3(query.bfloat16().float() / q_scale).to(dtype)
-        rows = reference.to_e4m3(rows.bfloat16().float() / k_scale).to(dtype)
-        scale, value_scale = scale * q_scale * k_scale, k_scale
-    flat = cache.reshape(-1, mla.ROW)
+    if config.fp8 and dtype != torch.float64:
+        query, rows = (reference.to_e4m3(t / scale) * scale for t, scale in ((query, q_scale), (rows, k_scale)))
+    flat = (numbers(p["cache"]).to(dtype) * k_scale).reshape(-1, mla.ROW)
     for token, slot in enumerate(p["slot_mapping"].tolist()):
         if slot >= 0:
             flat[slot] = rows[token]
-    cache = flat.view(cache.shape)
+    cache = flat.view(p["cache"].shape)
     latent, lse = reference.attention(
-        query, cache, p["table"], p["lengths"], queries=config.queries, scale=scale, value_scale=value_scale, dtype=dtype
+        query, cache, p["table"], p["lengths"], queries=config.queries, scale=config.scale, dtype=dtype
     )
     y = reference.value(p["x"], latent, p["w_uv"], rank=config.q_rank, dtype=dtype)
     return {"query": query, "cache": cache, "latent": latent, "lse": lse, "y": y}
@@ -169,24 +169,27 @@ def close(name: str, got: Tensor, want: Tensor, plain: Tensor) -> None:
     assert error.mean() <= 2 * allowed.mean() + 2e-7 * scale, (name, float(error.mean()), float(allowed.mean()))
 
 
-def check(config: mla.Config, p: dict[str, Tensor], tactic: mla.Tactic | None = None) -> None:
-    """Each stage against float64 from the same inputs; then the whole run."""
-    want, plain = expected(config, p), expected(config, p, torch.float32)
-    plan = mla.plan(config, build.device_arch(), tactic)
-    scratch = scratch_of(plan)
-    y = torch.full((config.tokens, config.heads * 128), float("nan"), dtype=torch.bfloat16, device="cuda")
-    mla.run(plan, **p, y=y, scratch=scratch)
-    torch.cuda.synchronize()
-    if (
-        not config.fp8
-    ):  # one step of E4M3 is larger than any bound; the FP8 query and cache are judged through what follows from them
-        close("query", scratch["query"], want["query"], plain["query"])
-        close("cache", numbers(p["cache"]), want["cache"], plain["cache"])
-    close("lse", scratch["lse"], want["lse"], plain["lse"]) if not config.fp8 else None
+def poisoned(config: mla.Config) -> Tensor:
+    return torch.full((config.tokens, config.heads * 128), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+def compare(
+    config: mla.Config,
+    p: dict[str, Tensor],
+    y: Tensor,
+    scratch: dict[str, Tensor],
+    want: dict[str, Tensor],
+    plain: dict[str, Tensor],
+) -> None:
+    """Each stage against float64: from the step's inputs, and once more from what the device made before it."""
+    q_scale, k_scale = (float(s) for s in p["scales"])
+    close("query", numbers(scratch["query"]) * q_scale, want["query"], plain["query"])
+    close("cache", numbers(p["cache"]) * k_scale, want["cache"], plain["cache"])
+    close("lse", scratch["lse"], want["lse"], plain["lse"])
+    close("y", y, want["y"], plain["y"])
 
     # Attention alone, from the query and cache that the device made: nothing before it can hide or excuse an error.
     query = numbers(scratch["query"]).cpu()
-    q_scale, k_scale = (float(s) for s in p["scales"])
     options = {"queries": config.queries, "scale": config.scale * q_scale * k_scale, "value_scale": k_scale}
     tensors = (query, numbers(p["cache"]).cpu(), p["table"].cpu(), p["lengths"].cpu())
     exact = reference.attention(*tensors, **options)
@@ -199,9 +202,16 @@ def check(config: mla.Config, p: dict[str, Tensor], tactic: mla.Tactic | None = 
         for d in (torch.float64, torch.float32)
     ]
     close("y", y, *outputs)
-    if config.fp8:
-        error = (y.double().cpu() - want["y"]).abs().max() / want["y"].abs().max()
-        assert error < 0.02, float(error)
+
+
+def check(config: mla.Config, p: dict[str, Tensor], tactic: mla.Tactic | None = None) -> None:
+    """Run one step on `p` and compare."""
+    want, plain = expected(config, p), expected(config, p, torch.float32)
+    plan = mla.plan(config, build.device_arch(), tactic)
+    scratch, y = scratch_of(plan), poisoned(config)
+    mla.run(plan, **p, y=y, scratch=scratch)
+    torch.cuda.synchronize()
+    compare(config, p, y, scratch, want, plain)
 
 
 SHAPES = [
@@ -266,24 +276,93 @@ def test_addresses_beyond_32_bits(fp8: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_replay_with_other_pages_and_lengths() -> None:
-    config = mla.Config(6, 3, mla.columns(6), 128, 3)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_denormal_and_zero_inputs(size: float, fp8: bool) -> None:
+    """Denormal cached latents, with inputs of zero, so that nothing larger hides them; and inputs whose squares vanish."""
+    config = mla.Config(6, 2, mla.columns(6), 128, 2, fp8=fp8)
+    p = problem(config, [200, 3], "cuda")
+    p["x"].mul_(size)
+    if fp8:
+        p["cache"].copy_(torch.where((p["cache"] & 0x7F) < 0x7F, p["cache"] & 0x87, p["cache"]))  # exponent 0: denormals of E4M3
+    else:
+        p["cache"].mul_(1e-38)
+    check(config, p)
+
+
+@pytest.mark.gpu
+def test_padded_rows_write_nothing() -> None:
+    """Rows of a padded batch: no context, no cache row, inputs that are NaN."""
+    config = mla.Config(6, 4, mla.columns(6), 128, 2)
+    p = problem(config, [130, 0, 7, 0], "cuda")
+    want, plain = expected(config, p), expected(config, p, torch.float32)
+    before = p["cache"].clone()
+    p["x"][1::2] = float("nan")
     plan = mla.plan(config, build.device_arch())
-    buffers = problem(config, [300, 2, 129], "cuda", seed=1)
-    scratch = scratch_of(plan)
-    y = torch.empty(config.tokens, config.heads * 128, dtype=torch.bfloat16, device="cuda")
-    mla.run(plan, **buffers, y=y, scratch=scratch)
+    scratch, y = scratch_of(plan), poisoned(config)
+    mla.run(plan, **p, y=y, scratch=scratch)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mla.run(plan, **buffers, y=y, scratch=scratch)
-    for seed, lengths in enumerate(([1, 384, 0], [128, 64, 1], [300, 2, 129])):
-        fresh = problem(config, lengths, "cuda", seed=seed + 5)
-        for name in ("x", "slot_mapping", "table", "lengths", "cache"):
-            buffers[name].copy_(fresh[name])
-        want, plain = expected(config, buffers), expected(config, buffers, torch.float32)
-        for tensor in (y, *scratch.values()):
-            tensor.fill_(float("nan"))
-        graph.replay()
+    close("y", y[::2], want["y"][::2], plain["y"][::2])
+    latent = scratch["latent"].view(4, 6, -1)
+    assert not latent[1::2].any() and (scratch["lse"].view(4, 6)[1::2] == -float("inf")).all()
+    changed = (p["cache"].view(torch.int16) != before.view(torch.int16)).any(-1).nonzero().tolist()
+    places = sorted([slot // 128, slot % 128] for slot in p["slot_mapping"].tolist() if slot >= 0)
+    assert changed == places, "only the live rows' cache rows may change"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_replay_of_alternating_widths(fp8: bool) -> None:
+    """Two captured widths share buffers; pages, lengths and inputs change between replays; equal inputs, equal bits."""
+    wide, narrow = (mla.Config(6, r, mla.columns(6), 128, 3, fp8=fp8) for r in (3, 1))
+    buffers = problem(wide, [300, 2, 129], "cuda", seed=1)
+    shared = {"cache", "q_norm", "kv_norm", "q_b", "w_uk", "w_uv", "scales"}
+    views, graphs, scratches, y = {}, {}, {}, poisoned(wide)
+    for c in (wide, narrow):
+        plan = mla.plan(c, build.device_arch())
+        views[c] = {name: tensor if name in shared else tensor[: c.requests] for name, tensor in buffers.items()}
+        scratches[c] = scratch_of(plan)
+        mla.run(plan, **views[c], y=y[: c.tokens], scratch=scratches[c])
         torch.cuda.synchronize()
-        close("y", y, want["y"], plain["y"])
+        graphs[c] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[c]):
+            mla.run(plan, **views[c], y=y[: c.tokens], scratch=scratches[c])
+    steps = [(wide, [1, 384, 0]), (narrow, [128, 64, 1]), (wide, [300, 2, 129]), (narrow, [65, 0, 0])]
+    for seed, (c, lengths) in enumerate(steps):
+        fresh, bits = problem(wide, lengths, "cuda", seed=seed + 5), []
+        for _ in range(2):
+            for name in ("x", "slot_mapping", "table", "lengths", "cache"):
+                buffers[name].copy_(fresh[name])
+            want, plain = expected(c, views[c]), expected(c, views[c], torch.float32)
+            for tensor in (y, *scratches[c].values()):
+                tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+            graphs[c].replay()
+            torch.cuda.synchronize()
+            compare(c, views[c], y[: c.tokens], scratches[c], want, plain)
+            assert y[c.tokens :].isnan().all(), "the narrow graph wrote rows of the wide one"
+            bits.append([t.clone().contiguous().view(torch.uint8) for t in (y, buffers["cache"], scratches[c]["lse"])])
+        assert all(torch.equal(first, second) for first, second in zip(*bits, strict=True)), "a race: two replays differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["x", "lengths", "table", "cache"])
+def test_producer_that_writes_100_us_late(name: str, fp8: bool) -> None:
+    """The kernel before lets the step start at once and writes an input 100 us later, over poison."""
+    config = mla.Config(6, 3, mla.columns(6), 128, 2, fp8=fp8)
+    p = problem(config, [200, 1, 130], "cuda", seed=3)
+    p["cache"] = p["cache"].contiguous()
+    want, plain = expected(config, p), expected(config, p, torch.float32)
+    plan = mla.plan(config, build.device_arch())
+    scratch, y = scratch_of(plan), poisoned(config)
+    late = p[name].clone()
+    mla.run(plan, **{key: tensor.clone() for key, tensor in p.items()}, y=y.clone(), scratch=scratch)  # loads the code
+    write_late(late, late.clone())
+    for tensor in scratch.values():
+        tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
+    p[name].fill_({torch.int32: 0, torch.uint8: 127}.get(p[name].dtype, float("nan")))
+    torch.cuda.synchronize()
+    write_late(late, p[name])
+    mla.run(plan, **p, y=y, scratch=scratch)
+    torch.cuda.synchronize()
+    compare(config, p, y, scratch, want, plain)
