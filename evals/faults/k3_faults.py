@@ -32,8 +32,10 @@ FAULTS = {
 
 def install() -> None:
     """vLLM's entry point. Wraps the executor and the scheduler; each wrapper asks which fault is on."""
+    from vllm.model_executor.models import kimi_k3_fast
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    kimi_k3_fast.register()  # its patches come first: vLLM's scheduler, imported below, must be the patched one
     from vllm.model_executor.models.kimi_k3_fast.fast import executor
 
     if getattr(executor.Executor, "_k3_faults", False):
