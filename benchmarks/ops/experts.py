@@ -1,6 +1,9 @@
 """Routed MXFP4 experts: w13, w2 and both, every tactic side by side, at the shapes of TP8 and TP16 ranks.
 
     python benchmarks/ops/experts.py --json OUT [--tp 8,16] [--batches 1,2,4,8,16,32,64]
+    ncu --set full --clock-control none python benchmarks/ops/experts.py --once w13 --batches 8 [--tp 8]
+
+`--once` launches one part three times with the default tactic, with nothing around it, for a profiler.
 
 One layer's experts (2 GB for a TP8 rank) stay in place; every call of a graph routes its tokens to other experts, drawn evenly, so
 weights come from memory as they do in a model. `moved`: codes and scales of the distinct experts of a call, on average over the calls.
@@ -70,7 +73,6 @@ def cases(tps: list[int], batches: list[int]) -> Iterator[Case]:
             z = torch.randn(batch, config.hidden, device="cuda").bfloat16()
             scratch = op.Scratch(
                 torch.zeros(config.pairs, config.width, dtype=torch.bfloat16, device="cuda"),
-                torch.zeros(config.pairs, config.hidden, dtype=torch.bfloat16, device="cuda"),
             )
             out = torch.zeros_like(z)
             distinct = sum(int(routing.num_active) for routing in routings) / ROUTINGS
@@ -86,10 +88,27 @@ def cases(tps: list[int], batches: list[int]) -> Iterator[Case]:
                 yield Case(label, round(distinct * expert_bytes), variants, copies=ROUTINGS)
 
 
+def once(part: str, tp: int, batch: int) -> None:
+    """Three launches with different experts."""
+    config = op.Config(batch, width=3072 // tp)
+    plan = op.plan(config, build.device_arch())
+    z = torch.randn(batch, config.hidden, device="cuda").bfloat16()
+    scratch = op.Scratch(torch.zeros(config.pairs, config.width, dtype=torch.bfloat16, device="cuda"))
+    tensors, routings = (draw_weights(config), z, scratch, torch.zeros_like(z)), draw_routings(config)
+    torch.cuda.synchronize()
+    for i in range(3):
+        call(i, plan, part, tensors, routings)
+        torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
     parser = arguments("experts")
     parser.add_argument("--tp", default="8,16")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--once", choices=("w13", "w2", "both"), help="launch a part three times, for a profiler")
     options = parser.parse_args()
     numbers = [[int(n) for n in text.split(",")] for text in (options.tp, options.batches)]
-    main("experts", cases(*numbers), options)
+    if options.once:
+        once(options.once, numbers[0][0], numbers[1][0])
+    else:
+        main("experts", cases(*numbers), options)

@@ -1,28 +1,34 @@
-"""Routed MXFP4 experts, W4A16: w13 with SiTU, then w2 with the weighted sum over a token's experts.
+"""Routed MXFP4 experts, W4A16: w13 with SiTU, then w2 with the weighted sum over a token's experts. Two kernels for every batch.
 
 Two schedules, chosen by a tactic:
-    pairs    every (token, slot) pair streams its expert's weights. No sorting; the w2 block owns output rows of a token and sums the
-             16 experts itself. Right while nearly all pairs have different experts (up to about 8 tokens: 120 of 128 are distinct).
-    grouped  pairs sorted by expert, each expert's weights are read once for up to 8 tokens; w2 writes every pair's product and a
-             third kernel sums them in slot order.
+    pairs    every (token, slot) pair is an entry of its own. No sorting; right while nearly all pairs have different experts.
+    grouped  an entry is an expert with its pairs: its weights are read once for up to 8 (w13) or `slots` (w2) tokens, and
+    once more
+             from the L2 cache for every further so many.
 Both are deterministic: no atomics, one fixed order of summation.
 
 Tensors (T padded tokens, L latent width, I expert width per rank, E experts, k chosen):
-    w13 [E, 2 I, L/2] uint8, gate rows first;  s13 [E, 2 I, L/32] uint8;  w2 [E, L, I/2] uint8;  s2 [E, L, I/32] uint8: checkpoint layout
+    w13 [E, 2 I, L/2] uint8, gate rows first;  s13 [E, 2 I, L/32] uint8;  w2 [E, L, I/2] uint8;  s2 [E, L, I/32] uint8:
+    checkpoint layout
     z [T, L] bf16;  out r [T, L] bf16, a partial sum over tensor-parallel ranks; rows from num_tokens on are written as zero
-    hidden [T k, I] bf16: private to this op; within eight columns the order is 0 4 1 5 2 6 3 7, the order in which w2 decodes
-    partial [T k, L] bf16: the products of the grouped schedule
-Scale codes up to 128 are exact (weights up to 12); a larger one, 255 included, makes its products NaN: see `check_scales`.
+    hidden [T k, I]: private to this op. Two-byte words declared bf16 that hold fp16 times 2^`hidden_shift`, since w2
+    multiplies in fp16; within
+    eight columns the order is 0 4 1 5 2 6 3 7, the order in which w2 decodes. Values under 1e-6 lose bits (absolute error up to
+    2^-34 for K3's bound of 100); values saturate at 65504 where SiTU is unbounded (no linear_beta).
+Scale codes 1 to 254 are exact, 0 counts as a factor of zero (2^-127), 255 (NaN) gives values that are not finite: see
+`check_scales`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...reasons import Reason, Refusal
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
+from .layout import First, Second
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +36,8 @@ if TYPE_CHECKING:
     from .torch_form import Weights
 
 SM_COUNT = 132
-LARGEST_SCALE = 128
-ROWS = 16  # rows of a tensor-core tile
+LARGEST_SCALE = 254
+COLUMNS = 8  # tokens that the matrix unit takes at a time
 
 
 @dataclass(frozen=True)
@@ -55,22 +61,23 @@ class Config:
 class Tactic:
     """How the work is cut.
 
-    split: warps that share the columns of a w13 tile; tiles: 16-row tiles of w2 that a warp fetches at a time; warps: warps of a w2 block;
-    slots: tokens of an expert that are multiplied at a time (grouped); resident: blocks for each SM in the grid of a kernel that walks
-    over items.
+    split: warps that share the columns of a w13 tile; stages: w13 tiles in shared memory, as many as fit at most;
+    height: rows of w2 that a block owns; warps: of a w2 block; depth: experts that each of them has in shared memory at most;
+    slots: tokens of an expert that w2 multiplies at a time; padded: w2 rows are copied one by one, which avoids bank conflicts.
     """
 
     grouped: bool
-    split: int = 4
-    tiles: int = 2
+    split: int = 8
+    stages: int = 8
+    height: int = 28
     warps: int = 8
+    depth: int = 3
     slots: int = 1
-    resident: int = 3
+    padded: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{'grouped' if self.grouped else 'pairs'}-s{self.split}-t{self.tiles}-w{self.warps}-n{self.slots}-r{self.resident}"
-        )
+        cuts = f"s{self.split}-g{self.stages}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
+        return f"{'grouped' if self.grouped else 'pairs'}-{cuts}{'-p' if self.padded else ''}"
 
 
 @dataclass(frozen=True)
@@ -80,20 +87,26 @@ class KernelConfig:
     hidden: int
     width: int
     top_k: int
-    slots: int = 0
-    words: int = 0  # 32-bit words that a lane loads of a weight row at a time
-    split: int = 0
-    tiles: int = 0
-    warps: int = 0
+    grouped: bool
+    hidden_shift: int
+    slots: int  # token rows that a w13 block keeps; tokens of an expert that w2 multiplies at a time
     grid: int = 0
-    threads: int = 0
+    split: int = 0
+    stages: int = 0
+    gathered: bool = False  # w13: the rows kept are those of the expert at hand, not all
     beta: float = 0.0
     linear_beta: float | None = None
+    rows: int = 0  # tokens that w2 has sums for
+    entries: int = 0
+    height: int = 0
+    warps: int = 0
+    depth: int = 0
+    padded: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernels in launch order: w13, w2 and, where grouped, sum. `kernels` is empty where nothing was compiled."""
+    """Kernels in launch order: w13, w2. `kernels` is empty where nothing was compiled."""
 
     config: Config
     tactic: Tactic
@@ -109,7 +122,8 @@ class Routing:
     """Who goes where. `num_tokens` [1], `ids` [T, k]: int32; `weights` [T, k] fp32.
 
     Grouped by expert, for the grouped schedule, all int32: `offsets` [E + 1] into `pairs` [T k], which lists token * k + slot in
-    ascending order within an expert; `active` [E] names the experts with pairs, `num_active` [1] says how many. Padded rows are in no group.
+    ascending order within an expert; `active` [E] names the experts with pairs, `num_active` [1] says how many.
+    Padded rows are in no group.
     """
 
     ids: torch.Tensor
@@ -123,15 +137,16 @@ class Routing:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Buffers between the kernels: `hidden` [T k, I] and, where grouped, `partial` [T k, L]; bf16."""
+    """Buffer between the kernels: `hidden` [T k, I], two-byte words."""
 
     hidden: torch.Tensor
-    partial: torch.Tensor | None = None
 
 
-def words_for(columns: int) -> int:
-    """How many 32-bit words of a row a lane loads at once: the most for which four lanes step evenly through the row."""
-    return next((words for words in (4, 2, 1) if columns % (32 * words) == 0), 0)
+def hidden_shift(config: Config) -> int:
+    """The power of two that hidden values are multiplied by: the most for which none leaves fp16."""
+    if config.linear_beta is None:
+        return 0
+    return max(0, math.floor(math.log2(65504 / (config.beta * config.linear_beta))))
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
@@ -154,8 +169,7 @@ def check_scales(*scales: torch.Tensor) -> None:
         largest = int(tensor.max())
         if largest > LARGEST_SCALE:
             raise ValueError(
-                f"Expected E8M0 scale codes up to {LARGEST_SCALE} (weights up to 12), found {largest}"
-                f"{' (NaN)' if largest == 255 else ''}. Such experts would give NaN here: serve them on the standard path."
+                f"Expected E8M0 scale codes up to {LARGEST_SCALE}, found {largest} (NaN). Its output is not finite on any path."
             )
 
 
@@ -164,54 +178,92 @@ def _fitting(wanted: int, whole: int) -> int:
     return next(n for n in range(min(wanted, whole), 0, -1) if whole % n == 0)
 
 
+def _rows(config: Config) -> int:
+    """Tokens, up to the next power of two: what w2 keeps sums for, so that few kernels serve all batches."""
+    return max(COLUMNS, 1 << (config.tokens - 1).bit_length())
+
+
+def _entries(config: Config) -> int:
+    """The most entries there can be."""
+    return min(config.experts, _rows(config) * config.top_k) if config.tokens > COLUMNS else _rows(config) * config.top_k
+
+
 def fitted(config: Config, tactic: Tactic) -> Tactic:
-    """The tactic with its cuts made to divide this configuration's shape."""
-    chunks = config.hidden // 128
-    row_tiles = config.hidden // ROWS
-    split = _fitting(tactic.split, chunks)
-    if not tactic.grouped:
-        warps = _fitting(tactic.warps, config.top_k)
-        return replace(tactic, split=split, warps=warps, slots=1, tiles=_fitting(min(tactic.tiles, 2 * warps), row_tiles))
-    return replace(tactic, split=max(split, 2), tiles=_fitting(tactic.tiles, row_tiles))
+    """The tactic with its cuts made to divide this configuration's shape and to fit into shared memory."""
+    grouped = tactic.grouped or config.tokens > COLUMNS
+    split = _fitting(tactic.split, config.hidden // 32)
+    kept = min(COLUMNS, config.tokens)
+    height = _fitting(tactic.height, config.hidden)
+    slots = min(tactic.slots, config.tokens) if grouped else 1
+    second = Second(config.width, height, slots, tactic.padded)
+    pairs = _rows(config) * config.top_k
+    return replace(
+        tactic,
+        grouped=grouped,
+        split=split,
+        stages=First(config.hidden, kept, split).stages(tactic.stages),
+        height=height,
+        slots=slots,
+        depth=second.depth(tactic.depth, tactic.warps, _rows(config), _entries(config), pairs),
+    )
 
 
-PAIRS = Tactic(grouped=False, split=4, tiles=1, warps=8, resident=3)
-GROUPED = Tactic(grouped=True, split=4, tiles=2, warps=4, slots=4, resident=3)
-PAIRS_CUTS = (PAIRS, replace(PAIRS, split=7, warps=16, resident=2), replace(PAIRS, split=2, tiles=2, resident=5))
-GROUPED_CUTS = (GROUPED, replace(GROUPED, slots=8, resident=2), replace(GROUPED, split=7, tiles=4, resident=2))
+PAIRS = Tactic(grouped=False)
+GROUPED = Tactic(grouped=True, slots=4)
+CUTS = (
+    {},
+    {"warps": 12, "depth": 2},
+    {"warps": 16, "depth": 2, "split": 14},
+    {"padded": True, "warps": 12, "depth": 2, "split": 7},
+    {"warps": 4, "depth": 6, "split": 4},
+)
 
 
 def default_tactic(config: Config) -> Tactic:
     """Pairs while nearly all are distinct experts."""
-    return fitted(config, PAIRS if config.tokens <= 8 else GROUPED)
+    return fitted(config, PAIRS if config.tokens <= COLUMNS else replace(GROUPED, slots=2 if config.tokens <= 16 else 4))
 
 
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
     found: list[Tactic] = []
-    for grouped in (False, True):
-        if (grouped and config.tokens < 4) or (not grouped and config.tokens > 16):
-            continue
-        for tactic in GROUPED_CUTS if grouped else PAIRS_CUTS:
-            tactic = fitted(config, tactic)
-            if tactic not in found:
+    for cut in CUTS:
+        for grouped in (False, True):
+            if (grouped and config.tokens < 4) or (not grouped and config.tokens > COLUMNS):
+                continue
+            if grouped and config.tokens <= COLUMNS and cut.get("split"):
+                continue  # the cuts compare alike in both schedules
+            slots = 2 if config.tokens <= 16 else 4
+            tactic = fitted(config, replace(GROUPED if grouped else PAIRS, slots=slots, **cut))
+            if tactic.depth and tactic not in found:
                 found.append(tactic)
     return found
 
 
 def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     """The kernels of one tactic, in launch order."""
-    t, n = Sym("tokens"), Sym("pairs")  # the code is the same for every batch
+    t, n = Sym("tokens"), Sym("pairs")
     k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
-    base = KernelConfig(hidden=hidden, width=width, top_k=k, slots=tactic.slots)
+    base = KernelConfig(hidden, width, k, tactic.grouped, hidden_shift(config), tactic.slots)
     w13 = replace(
         base,
+        slots=min(COLUMNS, config.tokens),
+        grid=SM_COUNT,
         split=tactic.split,
-        grid=SM_COUNT * tactic.resident,
+        stages=tactic.stages,
+        gathered=config.tokens > COLUMNS,
         beta=config.beta,
         linear_beta=config.linear_beta,
     )
-    w2 = replace(base, words=words_for(width), tiles=tactic.tiles, warps=tactic.warps)
+    w2 = replace(
+        base,
+        rows=_rows(config),
+        entries=_entries(config),
+        height=tactic.height,
+        warps=tactic.warps,
+        depth=tactic.depth,
+        padded=tactic.padded,
+    )
     first = [Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC), Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC)]
     second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
     z = Param("z", "bf16", (t, hidden), ACTIVATION)
@@ -223,30 +275,16 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
         Param("active", "i32", (e,), ACTIVATION, align=4),
         num_active,
     ]
-
-    def row_buffer(name: str, columns: int, access: object) -> Param:
-        return Param(name, "bf16", (n, columns), access)  # type: ignore[arg-type]
-
+    written, read = (Param("hidden", "bf16", (n, width), access) for access in (OUTPUT, ACTIVATION))
     out = Param("out", "bf16", (t, hidden), OUTPUT)
-    if not tactic.grouped:
+    if tactic.grouped:
         return (
-            _spec("mxfp4_w13_pairs", w13, *first, z, ids, num_tokens, row_buffer("hidden", width, OUTPUT)),
-            _spec("mxfp4_w2_pairs", w2, *second, row_buffer("hidden", width, ACTIVATION), ids, weights, num_tokens, out),
+            _spec("mxfp4_w13_grouped", w13, *first, z, *groups, written),
+            _spec("mxfp4_w2_grouped", w2, *second, read, *groups, weights, out),
         )
-    w2 = replace(w2, grid=SM_COUNT * tactic.resident)
-    total = KernelConfig(hidden=hidden, width=0, top_k=k, threads=_fitting(128, hidden))
-    summed = Param("partial", "bf16", (t, k, hidden), ACTIVATION)
     return (
-        _spec("mxfp4_w13_grouped", w13, *first, z, *groups, row_buffer("hidden", width, OUTPUT)),
-        _spec(
-            "mxfp4_w2_grouped",
-            w2,
-            *second,
-            row_buffer("hidden", width, ACTIVATION),
-            *groups,
-            row_buffer("partial", hidden, OUTPUT),
-        ),
-        _spec("experts_sum", total, summed, weights, num_tokens, out),
+        _spec("mxfp4_w13_pairs", w13, *first, z, ids, num_tokens, written),
+        _spec("mxfp4_w2_pairs", w2, *second, read, ids, weights, num_tokens, out),
     )
 
 
@@ -289,16 +327,9 @@ def run_w2(
     plan: Plan, weights: Weights, routing: Routing, scratch: Scratch, out: torch.Tensor, stream: int | None = None
 ) -> None:
     """out = weighted sum of w2 hidden over each token's experts."""
-    if not plan.tactic.grouped:
-        plan.kernels[1](
-            weights.w2, weights.s2, scratch.hidden, routing.ids, routing.weights, routing.num_tokens, out, stream=stream
-        )
-        return
-    partial = scratch.partial
-    assert partial is not None
-    plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *_groups(routing), partial, stream=stream)
-    c = plan.config
-    plan.kernels[2](partial.view(c.tokens, c.top_k, c.hidden), routing.weights, routing.num_tokens, out, stream=stream)
+    r = routing
+    where = (*_groups(r), r.weights) if plan.tactic.grouped else (r.ids, r.weights, r.num_tokens)
+    plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, stream=stream)
 
 
 def _groups(routing: Routing) -> tuple[torch.Tensor | None, ...]:
@@ -311,7 +342,7 @@ SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 def specs() -> list[KernelSpec]:
     """The served shapes (TP8 and TP16) with their default tactics, and the small shapes of the tests."""
-    small = [SMALL, replace(SMALL, width=96, top_k=2)]
+    small = [SMALL, replace(SMALL, width=96, top_k=2), replace(SMALL, tokens=16)]
     found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
     for width in (384, 192):
         for tokens in SERVED_TOKENS:

@@ -6,6 +6,7 @@ with the sign in bit 3; one E8M0 scale s for 32 columns: w = value * 2^(s - 127)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,19 +28,17 @@ class Weights:
     s2: torch.Tensor
 
 
-def _pairs_table(dtype: torch.dtype) -> torch.Tensor:
+@functools.cache
+def _pairs_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[256, 2] value table of a byte: even column, odd column."""
     values = torch.tensor(E2M1)
     byte = torch.arange(256)
-    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(dtype)
-
-
-_TABLES = {dtype: _pairs_table(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(device, dtype)
 
 
 def decode(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """packed [N, K/2] uint8 and scales [N, K/32] uint8 -> [N, K] in `dtype`; exact in both, since 2^e times E2M1 fits."""
-    values = _TABLES[dtype][packed.int()].view(packed.shape[0], -1, GROUP)
+    values = _pairs_table(dtype, packed.device)[packed.int()].view(packed.shape[0], -1, GROUP)
     factor = torch.exp2(scales.float() - 127.0).to(dtype)
     return (values * factor.unsqueeze(-1)).view(packed.shape[0], -1)
 
