@@ -35,7 +35,7 @@ def name(tactic: Tactic) -> str:
 def configs(tokens: int, rows: int, columns: int, quick: bool) -> list[op.Config]:
     """Few for the batches between, all for batch 1 and 8."""
     every = tactics(rows, (columns,), tokens)
-    chosen = every if not quick and tokens in (1, 8) else every[:1] if quick else every[:4]
+    chosen = every if not quick and tokens in (1, 8) else every[:1] if quick and tokens <= 16 else every[:5]
     return [op.Config(tokens, rows, columns, tactic=tactic) for tactic in chosen]
 
 

@@ -177,7 +177,10 @@ def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int =
     """
     while splits > 1 and min(columns) // UNIT < splits:
         splits //= 2
-    groups = max(1, min(sms // splits, ceil_div(rows, TILE)))
+    # A cluster lives in one GPC, whose number of SMs is no multiple of 4: not all SMs can be covered by clusters of 4 or 8.
+    groups = max(1, min((sms if splits <= 2 else sms - 4) // splits, ceil_div(rows, TILE)))
+    while ceil_div(rows, groups) > 18 * TILE:
+        groups *= 2
     held = ceil_div(ceil_div(rows, groups), TILE)
     tiles = min(held, 3)
     tactic = Tactic(groups, splits, ceil_div(held, tiles), 2, tiles, stages=8)
@@ -193,7 +196,11 @@ def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) ->
     first = default_tactic(rows, columns, tokens, sms)
     found = [first]
     if first.stages:
-        return [first, *(streamed_tactic(rows, columns, tokens, sms, splits) for splits in (2, 8))]
+        others = [
+            streamed_tactic(rows, columns, tokens, cover, splits)
+            for cover, splits in ((sms, 2), (136, 4), (sms - 8, 4), (sms, 8))
+        ]
+        return [first, *(t for t in others if t != first)]
     for splits in sorted({1, 2, first.splits, min(8, 2 * first.splits)}):
         for waves in (1, 2):  # blocks for each SM
             groups = min(waves * sms // splits, ceil_div(rows, TILE))

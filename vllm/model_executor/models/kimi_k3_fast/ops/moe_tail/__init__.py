@@ -54,6 +54,8 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         return Refusal(Reason.OP_ARCH, f"moe_tail: expected one of {', '.join(ARCHS)}, found {arch}")
     if config.r_dtype not in ("bf16", "f32"):
         return Refusal(Reason.OP_SHAPE, f"moe_tail: expected r in bf16 or f32, found {config.r_dtype}")
+    if config.r_dtype == "f32" and config.shape.tactic.stages:
+        return Refusal(Reason.OP_SHAPE, "moe_tail: expected r in bf16 where operands are streamed (more than 16 tokens), found f32")
     problem = config.shape.problem() or config.shape.uncovered(config.rows)
     return Refusal(Reason.OP_SHAPE, f"moe_tail: {problem}") if problem else None
 
