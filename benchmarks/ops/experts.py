@@ -5,8 +5,8 @@
 
 `--once` launches one part three times with the default tactic, with nothing around it, for a profiler.
 
-One layer's experts (2 GB for a TP8 rank) stay in place; every call of a graph routes its tokens to other experts, drawn evenly, so
-weights come from memory as they do in a model. `moved`: codes and scales of the distinct experts of a call, on average over the calls.
+One layer's experts (2 GB for a TP8 rank) stay; every call of a graph routes its tokens to other experts, drawn evenly, so
+weights come from memory as they do in a model. `moved`: codes and scales of the distinct experts of a call, on average.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ahead import compile_all
 from timing import Case, arguments, main
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
@@ -111,4 +113,7 @@ if __name__ == "__main__":
     if options.once:
         once(options.once, numbers[0][0], numbers[1][0])
     else:
+        configs = [op.Config(batch, width=3072 // tp) for tp in numbers[0] for batch in numbers[1]]
+        specs = [spec for c in configs for tactic in op.tactics(c) for spec in op.specs_for(c, tactic)]
+        compile_all(dict.fromkeys(specs), build.device_arch())
         main("experts", cases(*numbers), options)
