@@ -39,9 +39,8 @@ def step(tmp_path):
             caches.state[4] += state_fault
             return hidden
 
-        plan = SimpleNamespace(key="decode/t2")
-        inputs = {"input_ids": torch.tensor([1, 2])}
-        return watch.shadowed(guard, plan, views, writes, inputs, fast, lambda: forward(0.0), lambda hidden: hidden * 2)
+        both = watch.run_both(views, writes, fast, lambda: forward(0.0), lambda hidden: hidden * 2)
+        return watch.shadowed(guard, "decode/t2", views, both, lambda: {"input_ids": torch.tensor([1, 2])}, {})
 
     return guard, caches, forward, run
 

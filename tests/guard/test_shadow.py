@@ -40,7 +40,7 @@ def guard(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_order_of_summation_stays_within_the_bar(guard, dtype):
     assert guard.begin_writes()
-    assert guard.shadow("decode/t4", step(dtype, "halves"), step(dtype, "whole"), {}, DEPTH)
+    assert guard.shadow("decode/t4", step(dtype, "halves"), step(dtype, "whole"), dict, DEPTH)
     report = guard.report()
     assert report["violations"]["by_reason"] == {}
     assert report["counters"]["shadow_steps"] == 1
@@ -52,7 +52,7 @@ def test_another_order_of_summation_stays_within_the_bar(guard, dtype):
 def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guard, dtype, row):
     inputs = {"input_ids": torch.arange(ROWS)}
     fault = 1e-2 if dtype is torch.float32 else 2e-2
-    assert not guard.shadow("decode/t4", step(dtype, "halves", fault, row), step(dtype, "whole"), inputs, DEPTH)
+    assert not guard.shadow("decode/t4", step(dtype, "halves", fault, row), step(dtype, "whole"), lambda: inputs, DEPTH)
     report = guard.report()
     assert report["violations"]["by_reason"] == {"shadow_state": 1}
     where = report["violations"]["last"][0]["where"]
@@ -61,8 +61,13 @@ def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guar
     assert guard.quarantined("decode/t4") and not guard.quarantined("decode/t8")
     saved = shadow.Step.load(where["saved"])
     assert torch.equal(saved.inputs["input_ids"], inputs["input_ids"])
-    assert any(not difference.within for difference in shadow.replay(where["saved"]))
-    assert all(d.within for d in shadow.replay(where["saved"], lambda saved: step(dtype, "halves"))), "repaired"
+    standard = step(dtype, "whole")
+    still = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves", fault, row), standard))
+    assert not still.within and all(d.within for d in still.reproduced)
+    repaired = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves"), standard))
+    assert repaired.within and not all(d.within for d in repaired.saved)
+    elsewhere = shadow.replay(where["saved"], lambda saved: (saved.fast, saved.fast))
+    assert not elsewhere.within, "two sides that agree on other numbers than the server's prove nothing"
 
 
 def test_the_yardstick_of_a_float64_run_replaces_the_model_of_the_error():
@@ -75,7 +80,7 @@ def test_the_yardstick_of_a_float64_run_replaces_the_model_of_the_error():
 def test_a_nan_on_one_side_only_is_past_every_bar(guard):
     fast = step(torch.float32, "whole")
     fast["logits"][1, 3] = float("nan")
-    assert not guard.shadow("decode/t4", fast, step(torch.float32, "whole"), {}, DEPTH)
+    assert not guard.shadow("decode/t4", fast, step(torch.float32, "whole"), dict, DEPTH)
     assert guard.report()["violations"]["by_reason"] == {"shadow_logits": 1}
 
 
@@ -90,7 +95,7 @@ def test_sides_that_do_not_hold_the_same_tensors_are_an_error_not_a_pass():
 def test_only_some_steps_are_kept_and_a_bad_file_is_named(guard, tmp_path):
     for _ in range(shadow.KEPT_FILES + 3):
         guard.step += 1
-        guard.shadow("decode/t4", step(torch.float32, "whole", 1e-2), step(torch.float32, "whole"), {}, DEPTH)
+        guard.shadow("decode/t4", step(torch.float32, "whole", 1e-2), step(torch.float32, "whole"), dict, DEPTH)
     assert len(list((tmp_path / "k3fast-steps").glob("*.pt"))) == shadow.KEPT_FILES
     bad = tmp_path / "bad.pt"
     bad.write_bytes(b"not a saved step")

@@ -7,12 +7,13 @@ every step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..guard import Guard, Mutation, Path, StateView, current
+from .. import guard as guards
+from ..guard import Guard, Mutation, Path, StateView
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
@@ -35,6 +36,7 @@ class FastPath:
 
     layers: every layer with a cache. mutations: what the fork changed in vLLM's settings before. views: makes a `Backbone` of
     the caches bound now, given its generation and each layer's group. logits: hidden states to logits, for the shadow check.
+    origin: plain values that name the model, saved with a step that the shadow check finds wrong.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class FastPath:
         views: Callable[[int, dict[str, str]], Backbone],
         mutations: Sequence[Mutation] = (),
         logits: Callable[[torch.Tensor], torch.Tensor | None] = lambda hidden: None,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
-        self.guard: Guard = current()
+        self.guard: Guard = guards.current()
         self.settings = settings
-        self.refusals = refusals(deployment, settings)
-        self.layers, self.views, self.logits = layers, views, logits
+        self.refusals = (*refusals(deployment, settings), *guards.refused_patches.values())
+        self.layers, self.views, self.logits, self.origin = layers, views, logits, dict(origin or {})
         self.generation = 0
         self._caches: list[Any] = [None] * len(layers)
         self._executor: Executor | None = None
@@ -90,13 +93,27 @@ class FastPath:
 
     def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The fast step, and the standard one after it where the guard wants the two compared."""
+        assert self._executor is not None
+        if not self.guard.begin_writes():
+            return self._executor.run(planned, input_ids, tensors)
+        both = self._both(planned, input_ids, tensors, standard)
+        inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both.before)  # noqa: E731
+        return watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
+
+    def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
         executor = self._executor
         assert executor is not None
-        if not self.guard.begin_writes():
-            return executor.run(planned, input_ids, tensors)
         writes = watch.write_set(tensors, self._groups)
-        fast = lambda: executor.run(planned, input_ids, tensors)  # noqa: E731
-        return watch.shadowed(self.guard, planned, self._state, writes, {"input_ids": input_ids}, fast, standard, self.logits)
+        return watch.run_both(self._state, writes, lambda: executor.run(planned, input_ids, tensors), standard, self.logits)
+
+    def compare(self, input_ids: torch.Tensor, step: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
+        """The step of this attention metadata on both paths, unrecorded. Raises ValueError with every reason where it is not
+        planned fast."""
+        self._follow_binding(step)
+        decided = self._decide(metadata.step_key(step[self.layers[0][0]].rows, input_ids.shape[0], self.generation))
+        if not isinstance(decided, Plan):
+            raise ValueError(f"expected a step that the fast path takes, found {'; '.join(map(str, decided))}")
+        return self._both(decided, input_ids, metadata.step_tensors(step, self._groups), standard)
 
     def _decide(self, key: metadata.StepKey) -> Plan | tuple[Refusal, ...]:
         if self.refusals or self._limits is None:
@@ -117,6 +134,7 @@ class FastPath:
             return
         group_of = metadata.groups(step, [name for name, _ in self.layers])
         self._groups = list(dict.fromkeys(group_of.values()))
+        self.origin["groups"] = [self._groups.index(group_of[name]) for name, _ in self.layers]
         backbone = self.views(self.generation, group_of)
         self._executor = Executor(backbone, self.settings.max_tokens)
         self._limits = Limits(self.settings.max_tokens, self.generation, "torch")

@@ -12,7 +12,7 @@ from ..guard import Guard, Mutation, current
 from ..model.causal_lm import KimiK3ForCausalLM
 from ..model.platform import MUTATIONS
 from ..scope import deployment
-from . import standard
+from . import replay, standard
 from .path import FastPath
 
 
@@ -44,6 +44,7 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
             lambda generation, group_of: standard.backbone(self, generation, group_of),
             [Mutation(*row) for row in vllm_config.additional_config.get(MUTATIONS, ())],
             self.compute_logits,
+            replay.origin(vllm_config),
         )
 
     def forward(
@@ -55,6 +56,10 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
         **kwargs: object,
     ) -> torch.Tensor:
         """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm."""
-        run_standard = super().forward
         ids = input_ids if inputs_embeds is None else None
-        return self.fast.forward(ids, lambda: run_standard(input_ids, positions, intermediate_tensors, inputs_embeds))
+        return self.fast.forward(ids, lambda: self.forward_standard(input_ids, inputs_embeds))
+
+    def forward_standard(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
+        """The same on the standard path, whatever was planned."""
+        assert input_ids is not None or inputs_embeds is not None
+        return self.model(self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..guard import Guard, StateView, WriteSet
 from .executor import StateSlots, StepTensors
-from .plan import Plan
 from .views import Backbone, Kda
 
 Tensors = dict[str, torch.Tensor]
@@ -43,26 +43,78 @@ def write_set(tensors: StepTensors, groups: Sequence[str]) -> WriteSet:
     return WriteSet(slots=slots, rows=rows)
 
 
-def shadowed(
-    guard: Guard,
-    plan: Plan,
+@dataclass(frozen=True)
+class Both:
+    """One step run on both paths from one state. `before`: that state, where the step writes; `fast`, `standard`: what each side
+    returned and wrote, by name; `hidden`: the standard side's hidden states."""
+
+    hidden: torch.Tensor
+    before: Tensors
+    fast: Tensors
+    standard: Tensors
+
+
+def run_both(
     views: Sequence[StateView],
     writes: WriteSet,
-    inputs: Tensors,
     fast: Callable[[], torch.Tensor],
     standard: Callable[[], torch.Tensor],
     logits: Callable[[torch.Tensor], torch.Tensor | None],
-) -> torch.Tensor:
-    """Run a step fast, put its state back, run it standard, and let the guard compare. Returns the standard path's hidden states,
-    and leaves its state: where the two differ, that is the side to trust."""
+) -> Both:
+    """Run a step fast, put its state back, and run it standard, whose state stays."""
     before = _read(views, writes)
     found = _outcome(fast(), views, writes, logits)
     _put(views, writes, before)
     hidden = standard()
-    expected = _outcome(hidden, views, writes, logits)
+    return Both(hidden, before, found, _outcome(hidden, views, writes, logits))
+
+
+def shadowed(
+    guard: Guard,
+    plan_key: str,
+    views: Sequence[StateView],
+    both: Both,
+    inputs: Callable[[], Tensors],
+    origin: Mapping[str, Any],
+) -> torch.Tensor:
+    """Let the guard compare the two sides. Returns the standard path's hidden states: where the two differ, the side to trust."""
     depth = {view.name: view.layer for view in views} | dict.fromkeys(("hidden", "logits"), 1 + max(v.layer for v in views))
-    guard.shadow(plan.key, found, expected, inputs | {f"before.{name}": tensor for name, tensor in before.items()}, depth)
-    return hidden
+    guard.shadow(plan_key, both.fast, both.standard, inputs, depth, origin=origin)
+    return both.hidden
+
+
+def snapshot(
+    views: Sequence[StateView], groups: Sequence[str], tensors: StepTensors, input_ids: torch.Tensor, before: Tensors
+) -> Tensors:
+    """Everything that a step read, renumbered so that only its own slots and blocks are kept: from 1 on, 0 being the null block.
+
+    By name: `input_ids` [T]; `groups.N.slots` [T], or `groups.N.block_table` [T, blocks], `.slot_mapping` [T], `.lengths` [T];
+    and each state view's content, [T, ...] or [blocks, rows, ...], as it was before the step.
+    """
+    kept = {"input_ids": input_ids}
+    for group, name in enumerate(groups):
+        where = tensors[name]
+        mine = [view for view in views if view.group == group]
+        if isinstance(where, StateSlots):
+            numbers = torch.arange(1, len(where.slots) + 1, device=where.slots.device)
+            kept[f"groups.{group}.slots"] = torch.where(where.slots > 0, numbers, 0)
+            kept |= {view.name: before[view.name] for view in mine}
+            continue
+        size = mine[0].rows_per_slot
+        table, lengths = where.block_table, where.lengths.to(where.block_table.device)
+        used = torch.arange(table.shape[1], device=table.device) * size < lengths[:, None]
+        blocks = torch.unique(table[used])
+        rows = where.slot_mapping
+        moved = (1 + torch.searchsorted(blocks, rows // size)) * size + rows % size
+        kept[f"groups.{group}.block_table"] = torch.where(used, 1 + torch.searchsorted(blocks, table), 0)
+        kept[f"groups.{group}.slot_mapping"] = torch.where(rows >= 0, moved, -1)
+        kept[f"groups.{group}.lengths"] = lengths
+        written = moved[rows >= 0]
+        for view in mine:
+            content = view.tensor[blocks].clone()
+            content[written // size - 1, written % size] = before[view.name]
+            kept[view.name] = content
+    return kept
 
 
 def _outcome(hidden: torch.Tensor, views: Sequence[StateView], writes: WriteSet, logits: Callable[..., Any]) -> Tensors:

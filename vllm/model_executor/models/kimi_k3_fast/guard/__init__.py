@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from ..reasons import Refusal
 from .core import Guard, graph_name
 from .policy import GuardStop, Policy
 from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
+
+refused_patches: Mapping[str, Refusal] = {}
+"""Patches that this process could not take, by name: what the guard is blind to here. The fast path does not run unwatched."""
 
 _guard: Guard | None = None
 _opens_expected = False

@@ -234,12 +234,14 @@ class Guard:
         plan_key: str,
         fast: Mapping[str, torch.Tensor],
         standard: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Callable[[], Mapping[str, torch.Tensor]],
         depth: Mapping[str, int],
         exact: Mapping[str, torch.Tensor] | None = None,
+        origin: Mapping[str, Any] | None = None,
     ) -> bool:
         """Compare a fast step with the standard path: tensors [rows, ...] by name, `logits` (or hidden states) and every state
-        written. Past the bar: a violation, and the step is saved for `k3fast replay-step`. True if all stay within."""
+        written. Past the bar: a violation, and the step is saved for `k3fast replay-step` with what `inputs` returns (asked
+        only then, since it may be large) and `origin`, plain values that name the model. True if all stay within."""
         from .shadow import Step, compare, folder_for
 
         self.count("shadow_steps")
@@ -250,7 +252,10 @@ class Guard:
             return True
         saved = None
         try:
-            step = Step(plan_key, self.step, dict(inputs), dict(fast), dict(standard), dict(depth), self.policy.as_dict())
+            sides = {"inputs": dict(inputs()), "fast": dict(fast), "standard": dict(standard)}
+            step = Step(
+                plan_key, self.step, **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=dict(origin or {})
+            )
             saved = step.save(folder_for(self.policy.events_path))
         except OSError:
             self.count("shadow_files_lost")

@@ -99,7 +99,7 @@ def _computed_in(dtype: torch.dtype, tensors: Tensors) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Step:
-    """A saved step: what went in, what came out on both sides, and how far apart that was."""
+    """A saved step: what went in, what came out on both sides, and `origin`: which model, in which setting, it is a step of."""
 
     plan_key: str
     step: int
@@ -108,6 +108,7 @@ class Step:
     standard: dict[str, torch.Tensor]
     depth: dict[str, int]
     settings: dict[str, Any]
+    origin: dict[str, Any]
 
     def save(self, folder: Path) -> Path | None:
         """Write it as plain tensors; None once enough steps of this process are kept."""
@@ -140,10 +141,29 @@ def asdict_shallow(step: Step) -> dict[str, Any]:
     return {name: getattr(step, name) for name in step.__dataclass_fields__}
 
 
-def replay(path: Path, run: Callable[[Step], Tensors] | None = None) -> list[Difference]:
-    """The comparison of a saved step; with `run` (inputs to outputs, on the fast path of a loaded model) of a new run of it."""
+@dataclass(frozen=True)
+class Replay:
+    """A saved step run again. `saved`: fast against standard as the server saw it; `again`: the same two anew; `reproduced`: the
+    standard path anew against the server's, which tells whether this is the same model with the same inputs."""
+
+    saved: list[Difference]
+    again: list[Difference]
+    reproduced: list[Difference]
+
+    @property
+    def within(self) -> bool:
+        return all(difference.within for difference in (*self.again, *self.reproduced))
+
+
+def replay(path: Path, run: Callable[[Step], tuple[Tensors, Tensors]]) -> Replay:
+    """Run a saved step again; `run` gives what its fast and its standard side come to on a loaded model."""
     step = Step.load(path)
-    return compare(step.fast if run is None else run(step), step.standard, step.depth)
+    fast, standard = run(step)
+    return Replay(
+        compare(step.fast, step.standard, step.depth),
+        compare(fast, standard, step.depth),
+        compare(standard, step.standard, step.depth),
+    )
 
 
 def folder_for(events_path: str) -> Path:

@@ -40,6 +40,7 @@ def apply() -> list[Refusal]:
         _applier = Applier(root)
         _applier.apply()
         hooks.check = check
+        guard.refused_patches = _applier.refusals
         if "1" not in _applier.refusals:
             guard.expect_opens()
     return list(_applier.refusals.values())
