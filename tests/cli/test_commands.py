@@ -70,6 +70,24 @@ def test_another_release_registers_nothing(monkeypatch) -> None:
         kimi_k3_fast.register()
 
 
+@pytest.mark.parametrize(("mode", "refused"), [("require", True), ("auto", False), ("off", False)])
+def test_require_does_not_start_where_no_model_of_the_fork_is(monkeypatch, mode, refused) -> None:
+    from types import SimpleNamespace
+
+    import vllm.platforms
+    from vllm.model_executor.models import kimi_k3_fast
+
+    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    model = SimpleNamespace(architecture="KimiK3ForConditionalGeneration")
+    config = SimpleNamespace(model_config=model, additional_config={"kimi_k3_fast": {"mode": mode}})
+    if refused:
+        with pytest.raises(RuntimeError, match="expected a CPU, where the fast path serves, found cuda"):
+            kimi_k3_fast._watches(config)
+    else:
+        assert kimi_k3_fast._watches(config) is (mode == "auto")
+
+
 def test_serve_refuses_another_release(monkeypatch) -> None:
     monkeypatch.setattr(base, "installed_bases", lambda: {"vllm": "0.33.0"})
     result = run("serve", "model")

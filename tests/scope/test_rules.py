@@ -66,3 +66,9 @@ def test_every_deployment_reason_has_a_rule():
     source = Path(rules.__file__).read_text(encoding="utf-8")
     named = {r for r in Reason if r.level is Level.DEPLOYMENT and r.name in source}
     assert named - elsewhere == covered - elsewhere
+
+
+def test_readers_find_every_refusal_in_the_table_of_support():
+    table = (Path(__file__).parents[2] / "docs/support.md").read_text(encoding="utf-8").partition("## Refused")[2]
+    missing = {reason.code for _, reason in REFUSED if f"`{reason.code}`" not in table}
+    assert not missing

@@ -32,12 +32,24 @@ def register() -> None:
 
 
 def _watches(vllm_config: Any) -> bool:
-    """Whether the guard follows this engine: it serves a model of the family, and the fork is on."""
+    """Whether the guard follows this engine: it serves a model of the family, and the fork is on.
+
+    Raises RuntimeError for mode `require` where no model of the fork is registered, so that no fast step could ever come.
+    """
+    from vllm.platforms import current_platform
+
     from . import settings
     from .scope.deployment import K3_ARCHITECTURES
 
-    model = vllm_config.model_config
-    return model.architecture in K3_ARCHITECTURES and settings.load(vllm_config.additional_config).mode != "off"
+    if vllm_config.model_config.architecture not in K3_ARCHITECTURES:
+        return False
+    mode = settings.load(vllm_config.additional_config).mode
+    if mode == "require" and not current_platform.is_cpu():
+        raise RuntimeError(
+            f"mode is 'require': expected a CPU, where the fast path serves, found {current_platform.device_type}. "
+            "Set mode to 'auto' to let vLLM's own model answer; docs/support.md says what has been run where."
+        )
+    return mode != "off"
 
 
 def _register_cpu() -> None:
