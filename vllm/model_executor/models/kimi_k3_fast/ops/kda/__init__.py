@@ -113,7 +113,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 def default_tactic(config: Config) -> Tactic:
     """Split V while the machine is not full, then let a CTA walk over several requests so that it keeps f_b."""
     pairs = config.heads * config.requests
-    split = next((s for s in (2, 4) if pairs * s >= SM_COUNT), 8 if pairs * 4 < SM_COUNT // 2 else 4)
+    split = next((s for s in (2, 4) if pairs * s >= 5 * SM_COUNT // 2), 8)  # nearly three blocks for each SM: an even share
     threads = 128
     resident = 3 * SM_COUNT // (config.heads * split)  # clusters of one head that are resident together
     return Tactic(split, threads, max(1, min(config.requests, resident)))

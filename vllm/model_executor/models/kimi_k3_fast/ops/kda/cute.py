@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
+from ..device.vectors import load_words, prefetch_l2, unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 D = 128  # key and value width of a head
@@ -67,15 +68,42 @@ def _sum_lanes(value, threads=LANES):
     return cute.arch.warp_reduction_sum(value, threads_in_group=threads)
 
 
-def _inputs(x, token, column, lane, head, own_value, c):
-    """All that this thread reads of a token's row: raw inputs of its channels, two pieces of f_a, its output gate, beta."""
+def _fetch_inputs(raw, f_a, gate_beta, x, token, column, lane, head, own_value, c):
+    """What this thread reads of a token's row: raw inputs of its channels, two pieces of f_a, its output gate and beta.
+
+    Into registers, so that the next row's are on their way while this one's are worked on.
+    """
     width = c.heads * D
-    raw = cute.make_rmem_tensor(cute.size(column), BFloat16)
     for i in range(cute.size(column)):
         raw[i] = x[token, column[i]]
     start = Int64(token) * x.stride[0] + 4 * width + lane * 8
-    low, high = _load(_pointer(x, start, 8), 8, BFloat16), _load(_pointer(x, start + 64, 8), 8, BFloat16)
-    return raw, low, high, x[token, 3 * width + head * D + own_value], x[token, 4 * width + D + head]
+    for half in range(2):
+        words = load_words(_pointer(x, start + half * 64, 8))
+        for e in range(4):
+            f_a[half, e] = words[e]
+    gate_beta[0] = x[token, 3 * width + head * D + own_value]
+    gate_beta[1] = x[token, 4 * width + D + head]
+
+
+@cute.jit
+def _fetch_state(copy, state, state_smem, own_state, slot: Int32, head: Int32, part_offset: Int32, rows: cutlass.Constexpr):
+    """Start copying this thread's part of a (slot, head) to its part of shared memory: one group, also where there is nothing."""
+    if slot > 0:
+        source = Int64(slot) * state.stride[0] + (head * (D * D) + part_offset + own_state)
+        for p in cutlass.range_constexpr(rows):
+            for j in cutlass.range_constexpr(KEYS // 4):
+                piece = p * D + j * 32
+                _copy(copy, _pointer(state, source + piece, 4), _pointer(state_smem, own_state + piece, 4), 4)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def _ask_window(conv_state, slot: Int32, window: Int32, head: Int32, thread: Int32, width: cutlass.Constexpr):
+    """Ask for the three taps of the head's 3 x 128 channels to come into L2."""
+    if thread < 18 and slot > 0:
+        at = thread // 6 * width + head * D + thread % 2 * 64
+        offset = Int64(slot) * conv_state.stride[0] + (window + thread % 6 // 2) * conv_state.stride[1] + at
+        prefetch_l2(conv_state.iterator + offset)
 
 
 def _send(destination, value, barrier, rank):
@@ -106,6 +134,7 @@ def _kda(
     y: Output,
     c: cutlass.Constexpr,
 ):
+    release_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, row_group, _ = cute.arch.block_idx()
     head, part = block // c.split, block % c.split
@@ -121,6 +150,9 @@ def _kda(
     smem = cutlass.memory.SmemAllocator()
     f_b_smem = cute.make_tensor(smem.allocate_array(BFloat16, D * D, byte_alignment=128), cute.make_layout(D * D))
     state_smem = cute.make_tensor(smem.allocate_array(Float32, values * D, byte_alignment=128), cute.make_layout(values * D))
+    taps_smem = cute.make_tensor(
+        smem.allocate_array(Float32, tasks * c.threads * 4, byte_alignment=16), cute.make_layout(tasks * c.threads * 4)
+    )
     qkv_smem = cute.make_tensor(smem.allocate_array(Float32, 3 * D, byte_alignment=16), cute.make_layout(3 * D))
     decay_smem = cute.make_tensor(smem.allocate_array(Float32, D, byte_alignment=16), cute.make_layout(D))
     squares_smem = cute.make_tensor(
@@ -143,19 +175,16 @@ def _kda(
     for i in cutlass.range_constexpr(D * D // 8 // c.threads):
         chunk = cute.assume((i * c.threads + thread) * 8, divby=8)
         _copy(copy, _pointer(f_b.early(), head * (D * D) + chunk, 8), f_b_smem.iterator + chunk, 8)
-    cute.arch.cp_async_commit_group()
-
     column = cute.make_rmem_tensor(tasks, Int32)  # of x, of the conv weights and of the conv state alike
-    taps = cute.make_rmem_tensor((tasks, 4), Float32)
     for i in cutlass.range_constexpr(tasks):
         channel = cutlass.min(i * c.threads + thread, channels - 1)
         section = channel // D
         column[i] = section * width + head * D + channel % D
         if channel >= 2 * D:
             column[i] = 2 * width + head * D + part * values + channel - 2 * D
-        tap = _load(_pointer(conv_weight.early(), column[i] * 4, 4), 4, Float32)
-        for j in cutlass.range_constexpr(4):
-            taps[i, j] = tap[j]
+        own_taps = _pointer(taps_smem, (i * c.threads + thread) * 4, 4)
+        _copy(copy_state, _pointer(conv_weight.early(), column[i] * 4, 4), own_taps, 4)
+    cute.arch.cp_async_commit_group()
     a = _exp(a_log.early()[head])
     gate_channel = cutlass.min(lane, passes - 1) * (c.threads // LANES) + group  # the f_b row whose gate this thread computes
     bias = dt_bias.early()[head * D + gate_channel]
@@ -164,29 +193,36 @@ def _kda(
 
     # -- dynamic -----------------------------------------------------------------------------------------------------------------
     token_ready = dependency_wait()
-    release_dependents()
     x, y, slots = x.after(token_ready), y.after(token_ready), slots.after(token_ready)
     conv_state, state = conv_state.after(token_ready), state.after(token_ready)
     if cutlass.const_expr(c.split > 1):
         cute.arch.cluster_wait()
 
+    several = c.slots_per_row > 1
+    raw_inputs = cute.make_rmem_tensor(tasks, BFloat16)
+    f_a = cute.make_rmem_tensor((2, 4), Uint32)
+    gate_beta = cute.make_rmem_tensor(2, BFloat16)
     history = cute.make_rmem_tensor((tasks, 3), Float32)
     s = cute.make_rmem_tensor((rows, KEYS), Float32)
     step_count = Int32(0)
+    part_offset = part * values * D
+    own_state = (group * rows) * D + lane * 4
+
+    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load; and a part
+    # is free for the next request as soon as it is in registers, so that memory works while this one is computed.
+    window = Int32(0)
+    if cutlass.const_expr(several):
+        window = accepted.after(token_ready)[row_group] - 1
+    slot, source_slot = slots[row_group, 0], slots[row_group, window]
+    if cutlass.const_expr(not several):
+        _fetch_inputs(raw_inputs, f_a, gate_beta, x, row_group, column, lane, head, own_value, c)
+    _fetch_state(copy_state, state, state_smem, own_state, source_slot, head, part_offset, rows)
 
     for step in cutlass.range(c.rows_per_cta, unroll=1):
         row = row_group + step * c.row_groups
         if row < c.requests:
-            slot = slots[row, 0]
-            source_slot = slot
-            window = Int32(0)
-            first = row * c.queries
-            count = Int32(c.queries)
-            if cutlass.const_expr(c.slots_per_row == 1):
-                inputs = _inputs(x, row, column, lane, head, own_value, c)  # in flight while the slot is on its way
-            if cutlass.const_expr(c.slots_per_row > 1):
-                window = accepted.after(token_ready)[row] - 1
-                source_slot = slots[row, window]
+            first, count = row * c.queries, Int32(c.queries)
+            if cutlass.const_expr(several):
                 first = starts.after(token_ready)[row]
                 count = starts.after(token_ready)[row + 1] - first
                 # Padded tokens belong to no row: the rows share them out, so that their output is defined.
@@ -195,51 +231,45 @@ def _kda(
                     token = end + row * c.queries + i
                     if token < c.tokens and thread < values:
                         y[token, head * D + part * values + thread] = BFloat16(0.0)
-
-            if slot <= 0 or count <= 0:
-                for i in cutlass.range(count, unroll=1):
-                    if thread < values:
-                        y[first + i, head * D + part * values + thread] = BFloat16(0.0)
-            else:
-                # The state goes through shared memory, each thread its own part, only because a compiler cannot delay that kind
-                # of load.
-                own_state = (group * rows) * D + lane * 4
-                if source_slot > 0:
-                    source_offset = Int64(source_slot) * state.stride[0] + (head * (D * D) + part * values * D + own_state)
-                    for p in cutlass.range_constexpr(rows):
-                        for j in cutlass.range_constexpr(KEYS // 4):
-                            piece = p * D + j * 32
-                            _copy(
-                                copy_state,
-                                _pointer(state, source_offset + piece, 4),
-                                _pointer(state_smem, own_state + piece, 4),
-                                4,
-                            )
-                cute.arch.cp_async_commit_group()
+            live = slot > 0 and count > 0
+            if live:
+                if cutlass.const_expr(several):
+                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, first, column, lane, head, own_value, c)
                 for i in cutlass.range_constexpr(tasks):
                     for j in cutlass.range_constexpr(3):
                         history[i, j] = Float32(conv_state[slot, window + j, column[i]])
-                s.fill(0.0)
+            following = cutlass.min(row + c.row_groups, c.requests - 1)
+            next_window = Int32(0)
+            if cutlass.const_expr(several):
+                next_window = accepted.after(token_ready)[following] - 1
+            next_slot, next_source = slots[following, 0], slots[following, next_window]
+            if row + c.row_groups >= c.requests:
+                next_source = Int32(0)
+
+            if not live:
+                for i in cutlass.range(count, unroll=1):
+                    if thread < values:
+                        y[first + i, head * D + part * values + thread] = BFloat16(0.0)
+                cute.arch.cp_async_wait_group(0)
+                _fetch_state(copy_state, state, state_smem, own_state, next_source, head, part_offset, rows)
+                if cutlass.const_expr(not several):
+                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, following, column, lane, head, own_value, c)
+            else:
                 cute.arch.cp_async_wait_group(1)  # f_b; the state may still be on its way
                 cute.arch.sync_threads()
 
                 for i in cutlass.range(count, unroll=1):
                     token = first + i
-                    if cutlass.const_expr(c.slots_per_row > 1):
-                        raw_inputs, low, high, gate_input, beta_input = _inputs(x, token, column, lane, head, own_value, c)
-                    else:
-                        raw_inputs, low, high, gate_input, beta_input = inputs
-                    beta = _sigmoid(Float32(beta_input))
+                    gate, beta = _sigmoid(Float32(gate_beta[0])), _sigmoid(Float32(gate_beta[1]))
+                    target = slot
+                    if cutlass.const_expr(several):
+                        target = slots[row, i]
 
                     # Short convolution over the three raw inputs of the state and this one, then SiLU.
                     for t in cutlass.range_constexpr(tasks):
                         raw = Float32(raw_inputs[t])
-                        mixed = (
-                            taps[t, 0] * history[t, 0]
-                            + taps[t, 1] * history[t, 1]
-                            + taps[t, 2] * history[t, 2]
-                            + taps[t, 3] * raw
-                        )
+                        taps = _load(_pointer(taps_smem, (t * c.threads + thread) * 4, 4), 4, Float32)
+                        mixed = taps[0] * history[t, 0] + taps[1] * history[t, 1] + taps[2] * history[t, 2] + taps[3] * raw
                         history[t, 0] = history[t, 1]
                         history[t, 1] = history[t, 2]
                         history[t, 2] = raw
@@ -247,7 +277,8 @@ def _kda(
                             qkv_smem[t * c.threads + thread] = _silu(mixed)
 
                     # f_b: eight lanes a row; lane l keeps row l and computes its gate.
-                    low, high = low.load().to(Float32), high.load().to(Float32)
+                    f_a_low = [value for e in range(4) for value in unpack_bf16(f_a[0, e])]
+                    f_a_high = [value for e in range(4) for value in unpack_bf16(f_a[1, e])]
                     own = Float32(0.0)
                     for p in cutlass.range_constexpr(passes):
                         at = (p * (c.threads // LANES) + group) * D + lane * 8
@@ -255,13 +286,19 @@ def _kda(
                         w_high = _load(_pointer(f_b_smem, at + 64, 8), 8, BFloat16).load().to(Float32)
                         dot = Float32(0.0)
                         for e in cutlass.range_constexpr(8):
-                            dot += low[e] * w_low[e]
-                            dot += high[e] * w_high[e]
+                            dot += f_a_low[e] * w_low[e]
+                            dot += f_a_high[e] * w_high[e]
                         dot = _sum_lanes(dot)
                         if lane == p:
                             own = dot
                     if lane < passes:
                         decay_smem[gate_channel] = _decay(Float32(BFloat16(own)) + bias, a, c)
+
+                    # The next inputs are on their way while this token goes through the recurrence.
+                    coming = following
+                    if cutlass.const_expr(several):
+                        coming = cutlass.min(token + 1, first + count - 1)
+                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, coming, column, lane, head, own_value, c)
                     cute.arch.sync_threads()
 
                     # q and k to unit length, q also by d^-1/2.
@@ -286,21 +323,22 @@ def _kda(
                         q[e] = q[e] * q_scale
                         k[e] = k[e] * k_scale
 
-                    if i == 0 and source_slot > 0:
+                    if i == 0:
+                        s.fill(0.0)
                         cute.arch.cp_async_wait_group(0)
-                        for p in cutlass.range_constexpr(rows):
-                            for j in cutlass.range_constexpr(KEYS // 4):
-                                quad = _load(_pointer(state_smem, own_state + (p * D + j * 32), 4), 4, Float32)
-                                for e in cutlass.range_constexpr(4):
-                                    s[p, j * 4 + e] = quad[e]
+                        if source_slot > 0:
+                            for p in cutlass.range_constexpr(rows):
+                                for j in cutlass.range_constexpr(KEYS // 4):
+                                    quad = _load(_pointer(state_smem, own_state + (p * D + j * 32), 4), 4, Float32)
+                                    for e in cutlass.range_constexpr(4):
+                                        s[p, j * 4 + e] = quad[e]
+                        _fetch_state(copy_state, state, state_smem, own_state, next_source, head, part_offset, rows)
+                        _ask_window(conv_state, next_slot, next_window, head, thread, width)
 
                     # Recurrence. With S' the decayed state: u = beta (v - S' k), o = S' q + u (k . q), S = S' + u k.
                     square = Float32(0.0)
                     own_o = Float32(0.0)
-                    target = slot
-                    if cutlass.const_expr(c.slots_per_row > 1):
-                        target = slots[row, i]
-                    target_offset = Int64(target) * state.stride[0] + (head * (D * D) + part * values * D + own_state)
+                    target_offset = Int64(target) * state.stride[0] + (head * (D * D) + part_offset + own_state)
                     for p in cutlass.range_constexpr(rows):
                         s_k, s_q = Float32(0.0), Float32(0.0)
                         for e in cutlass.range_constexpr(KEYS):
@@ -314,33 +352,22 @@ def _kda(
                             own_o = o
                         for e in cutlass.range_constexpr(KEYS):
                             s[p, e] = s[p, e] + u * k[e]
+
                     # Gated RMSNorm over all V rows of the head: every warp of the cluster sends every CTA its sum of squares. A
-                    # CTA that
-                    # has received step n from all can be at most one step behind any of them, so two buffers and barriers are
-                    # enough.
+                    # CTA that has received step n from all can be at most one step behind any of them, so two buffers and
+                    # barriers are enough. The state goes out while the sums travel.
                     for offset in cutlass.range_constexpr(2):
                         square += cute.arch.shuffle_sync_bfly(square, offset=LANES << offset)
                     buffer = step_count % 2
                     place = (buffer * c.split + part) * warps + warp
+                    barrier = arrived + buffer
                     if cutlass.const_expr(c.split > 1):
-                        barrier = arrived + buffer
                         if thread == 0:
                             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * c.split * warps)
                         if thread % 32 < c.split:
                             _send(squares_smem.iterator + place, square, barrier, thread % 32)
-                        cute.arch.mbarrier_wait(barrier, step_count // 2 % 2)
-                    else:
-                        if thread % 32 == 0:
-                            squares_smem[place] = square
-                        cute.arch.sync_threads()
-                    total = Float32(0.0)
-                    for w in cutlass.range_constexpr(c.split * warps):
-                        total += squares_smem[buffer * (c.split * warps) + w]
-                    step_count += 1
-                    scale = cute.math.rsqrt(total * Float32(1.0 / D) + Float32(c.norm_eps))
-                    if lane < rows:
-                        y[token, head * D + own_value] = BFloat16(own_o * scale * norm * _sigmoid(Float32(gate_input)))
-
+                    elif thread % 32 == 0:
+                        squares_smem[place] = square
                     if target > 0:
                         for p in cutlass.range_constexpr(rows):
                             for j in cutlass.range_constexpr(KEYS // 4):
@@ -348,28 +375,41 @@ def _kda(
                                 for e in cutlass.range_constexpr(4):
                                     quad[e] = s[p, j * 4 + e]
                                 _store(quad, _pointer(state, target_offset + (p * D + j * 32), 4))
-
-                    # The window's new entry. All CTAs of the head have read the window: their sums have arrived. q and k
-                    # channels are common
-                    # to them and written by the first.
-                    if cutlass.const_expr(c.slots_per_row > 1):
-                        for t in cutlass.range_constexpr(tasks):
-                            if t * c.threads + thread < channels and (part == 0 or t * c.threads + thread >= 2 * D):
-                                if i == 0:
-                                    conv_state[slot, 0, column[t]] = BFloat16(history[t, 0])
-                                    conv_state[slot, 1, column[t]] = BFloat16(history[t, 1])
-                                conv_state[slot, 2 + i, column[t]] = BFloat16(history[t, 2])
+                    if cutlass.const_expr(c.split > 1):
+                        cute.arch.mbarrier_wait(barrier, step_count // 2 % 2)
                     else:
-                        for t in cutlass.range_constexpr(tasks):
-                            if t * c.threads + thread < channels and (part == 0 or t * c.threads + thread >= 2 * D):
-                                for j in cutlass.range_constexpr(3):
-                                    conv_state[slot, j, column[t]] = BFloat16(history[t, j])
+                        cute.arch.sync_threads()
+                    total = Float32(0.0)
+                    for w in cutlass.range_constexpr(c.split * warps):
+                        total += squares_smem[buffer * (c.split * warps) + w]
+                    step_count += 1
+                    scale = cute.math.rsqrt(total * Float32(1.0 / D) + Float32(c.norm_eps))
+                    if lane < rows:
+                        y[token, head * D + own_value] = BFloat16(own_o * scale * norm * gate)
+
+                    # The window's new entry. All CTAs of the head have read the window: their sums have arrived. q and k channels
+                    # are common to them and written by the first.
+                    for t in cutlass.range_constexpr(tasks):
+                        if t * c.threads + thread < channels and (part == 0 or t * c.threads + thread >= 2 * D):
+                            if i == 0:
+                                conv_state[slot, 0, column[t]] = BFloat16(history[t, 0])
+                                conv_state[slot, 1, column[t]] = BFloat16(history[t, 1])
+                            conv_state[slot, 2 + i, column[t]] = BFloat16(history[t, 2])
+            slot, source_slot, window = next_slot, next_source, next_window
     cute.arch.cp_async_wait_group(0)
 
 
 def _launch(c, *tensors, stream):
     grid = [c.heads * c.split, c.row_groups, 1]
-    _kda(*tensors, c).launch(grid=grid, block=[c.threads, 1, 1], cluster=[c.split, 1, 1], stream=stream, use_pdl=True)
+    _kda(*tensors, c).launch(
+        grid=grid,
+        block=[c.threads, 1, 1],
+        cluster=[c.split, 1, 1],
+        stream=stream,
+        use_pdl=True,
+        preferred_smem_carveout=100,
+        min_blocks_per_mp=384 // c.threads,  # three blocks of 128 threads hide one another's latencies
+    )
 
 
 def bf16_kda_decode(c, x, conv_weight, f_b, a_log, dt_bias, norm_weight, slots, conv_state, state, y, stream):
