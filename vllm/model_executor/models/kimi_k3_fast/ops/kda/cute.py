@@ -208,8 +208,8 @@ def _kda(
     part_offset = part * values * D
     own_state = (group * rows) * D + lane * 4
 
-    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load; and a part
-    # is free for the next request as soon as it is in registers, so that memory works while this one is computed.
+    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load; and a
+    # part is free for the next request as soon as it is in registers, so that memory works while this one is computed.
     window = Int32(0)
     if cutlass.const_expr(several):
         window = accepted.after(token_ready)[row_group] - 1
