@@ -62,11 +62,11 @@ def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guar
     saved = shadow.Step.load(where["saved"])
     assert torch.equal(saved.inputs["input_ids"], inputs["input_ids"])
     standard = step(dtype, "whole")
-    still = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves", fault, row), standard))
+    still = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves", fault, row), standard, standard))
     assert not still.within and all(d.within for d in still.reproduced)
-    repaired = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves"), standard))
+    repaired = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves"), standard, standard))
     assert repaired.within and not all(d.within for d in repaired.saved)
-    elsewhere = shadow.replay(where["saved"], lambda saved: (saved.fast, saved.fast))
+    elsewhere = shadow.replay(where["saved"], lambda saved: (saved.fast, saved.fast, saved.fast))
     assert not elsewhere.within, "two sides that agree on other numbers than the server's prove nothing"
 
 

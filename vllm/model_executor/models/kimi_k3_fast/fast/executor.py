@@ -50,6 +50,7 @@ class Executor:
     def __init__(self, backbone: Backbone, max_tokens: int) -> None:
         self.backbone = backbone
         self.sources = torch.zeros(backbone.sources, max_tokens, backbone.hidden, dtype=torch.float32)
+        self.choices: list[torch.Tensor] | None = None  # where a list stands, each MoE layer appends its experts [T, k]
 
     def run(self, plan: Plan, input_ids: torch.Tensor, step: StepTensors) -> torch.Tensor:
         """input_ids [T] -> hidden [T, D], before the final norm, as the standard path returns it. Caches are written in place."""
@@ -116,6 +117,8 @@ class Executor:
         if isinstance(view, Dense):
             return b.reduce(self._dense(view, x))
         ids, weights = route(F.linear(x.float(), view.gate), view.bias, view.top_k, view.renormalise, view.scaling)
+        if self.choices is not None:
+            self.choices.append(ids)
         latent = F.linear(x, view.down)
         routed = b.reduce(experts.run(latent, ids, weights, view.experts, lambda h: situ(h, b.situ_beta, b.situ_linear_beta)))
         if view.norm is not None:

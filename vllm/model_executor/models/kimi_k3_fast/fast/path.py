@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .views import Backbone
 logger = logging.getLogger(__name__)
 
 Layers = Sequence[tuple[str, Any]]  # name in vLLM's metadata, and the layer that owns `kv_cache`
+Impose = Callable[[list[torch.Tensor]], AbstractContextManager[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]]
 
 
 class FastPathRequired(RuntimeError):
@@ -36,7 +38,8 @@ class FastPath:
 
     layers: every layer with a cache. mutations: what the fork changed in vLLM's settings before. views: makes a `Backbone` of
     the caches bound now, given its generation and each layer's group. logits: hidden states to logits, for the shadow check.
-    origin: plain values that name the model, saved with a step that the shadow check finds wrong.
+    origin: plain values that name the model, saved with a step that the shadow check finds wrong. impose: makes the standard path
+    take the experts that the fast one chose, for the shadow check (see `model.moe.imposed`).
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class FastPath:
         mutations: Sequence[Mutation] = (),
         logits: Callable[[torch.Tensor], torch.Tensor | None] = lambda hidden: None,
         origin: Mapping[str, Any] | None = None,
+        impose: Impose = lambda choices: nullcontext(({}, {})),
     ) -> None:
         self.guard: Guard = guards.current()
         self.settings = settings
         self.refusals = (*refusals(deployment, settings), *guards.refused_patches.values())
-        self.layers, self.views, self.logits, self.origin = layers, views, logits, dict(origin or {})
+        self.layers, self.views, self.logits, self.impose = layers, views, logits, impose
+        self.origin = dict(origin or {})
         self.generation = 0
         self._caches: list[Any] = [None] * len(layers)
         self._executor: Executor | None = None
@@ -97,14 +102,29 @@ class FastPath:
         if not self.guard.begin_writes():
             return self._executor.run(planned, input_ids, tensors)
         both = self._both(planned, input_ids, tensors, standard)
-        inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both.before)  # noqa: E731
+        inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both)  # noqa: E731
         return watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
 
     def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
         executor = self._executor
         assert executor is not None
         writes = watch.write_set(tensors, self._groups)
-        return watch.run_both(self._state, writes, lambda: executor.run(planned, input_ids, tensors), standard, self.logits)
+        choices: list[torch.Tensor] = []
+        judged: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+
+        def fast() -> torch.Tensor:
+            executor.choices = choices
+            try:
+                return executor.run(planned, input_ids, tensors)
+            finally:
+                executor.choices = None
+
+        def same_choices() -> torch.Tensor:
+            nonlocal judged
+            with self.impose(choices) as judged:
+                return standard()
+
+        return watch.run_both(self._state, writes, fast, same_choices, self.logits, choices, lambda: judged)
 
     def compare(self, input_ids: torch.Tensor, step: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
         """The step of this attention metadata on both paths, unrecorded. Raises ValueError with every reason where it is not
@@ -114,6 +134,14 @@ class FastPath:
         if not isinstance(decided, Plan):
             raise ValueError(f"expected a step that the fast path takes, found {'; '.join(map(str, decided))}")
         return self._both(decided, input_ids, metadata.step_tensors(step, self._groups), standard)
+
+    def outcome(self, step: Any, standard: Callable[[], torch.Tensor], choices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the standard path makes of the step of this attention metadata with these experts chosen, unrecorded."""
+        self._follow_binding(step)
+        with self.impose(choices) as (_, own):
+            hidden = standard()
+        writes = watch.write_set(metadata.step_tensors(step, self._groups), self._groups)
+        return watch.outcome(hidden, self._state, writes, self.logits) | own
 
     def _decide(self, key: metadata.StepKey) -> Plan | tuple[Refusal, ...]:
         if self.refusals or self._limits is None:

@@ -10,6 +10,7 @@ from vllm.sequence import IntermediateTensors
 from .. import settings
 from ..guard import Guard, Mutation, current
 from ..model.causal_lm import KimiK3ForCausalLM
+from ..model.moe import SparseMoE, imposed
 from ..model.platform import MUTATIONS
 from ..scope import deployment
 from . import replay, standard
@@ -37,6 +38,8 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         bind_ranks(current())
+        layers = self.model.layers
+        sparse = {f"layers.{i}.choice": layer.mlp for i, layer in enumerate(layers) if isinstance(layer.mlp, SparseMoE)}
         self.fast = FastPath(
             deployment.read(vllm_config),
             settings.load(vllm_config.additional_config),
@@ -45,6 +48,7 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
             [Mutation(*row) for row in vllm_config.additional_config.get(MUTATIONS, ())],
             self.compute_logits,
             replay.origin(vllm_config),
+            lambda choices: imposed(sparse, choices),
         )
 
     def forward(

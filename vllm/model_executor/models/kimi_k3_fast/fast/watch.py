@@ -45,11 +45,13 @@ def write_set(tensors: StepTensors, groups: Sequence[str]) -> WriteSet:
 
 @dataclass(frozen=True)
 class Both:
-    """One step run on both paths from one state. `before`: that state, where the step writes; `fast`, `standard`: what each side
-    returned and wrote, by name; `hidden`: the standard side's hidden states."""
+    """One step run on both paths from one state. `before`: that state, where the step writes; `choices`: the experts [T, k] that
+    the fast side chose, layer by layer; `fast`, `standard`: what each side returned and wrote, by name; `hidden`: the standard
+    side's hidden states."""
 
     hidden: torch.Tensor
     before: Tensors
+    choices: Sequence[torch.Tensor]
     fast: Tensors
     standard: Tensors
 
@@ -60,13 +62,20 @@ def run_both(
     fast: Callable[[], torch.Tensor],
     standard: Callable[[], torch.Tensor],
     logits: Callable[[torch.Tensor], torch.Tensor | None],
+    choices: Sequence[torch.Tensor] = (),
+    judged: Callable[[], tuple[Tensors, Tensors]] = lambda: ({}, {}),
 ) -> Both:
-    """Run a step fast, put its state back, and run it standard, whose state stays."""
+    """Run a step fast, put its state back, and run it standard, whose state stays.
+
+    choices: filled by the fast side. judged: asked after both, what to compare of them (see `model.moe.imposed`).
+    """
     before = _read(views, writes)
-    found = _outcome(fast(), views, writes, logits)
+    found = outcome(fast(), views, writes, logits)
     _put(views, writes, before)
     hidden = standard()
-    return Both(hidden, before, found, _outcome(hidden, views, writes, logits))
+    expected = outcome(hidden, views, writes, logits)
+    theirs, own = judged()
+    return Both(hidden, before, choices, found | theirs, expected | own)
 
 
 def shadowed(
@@ -78,20 +87,22 @@ def shadowed(
     origin: Mapping[str, Any],
 ) -> torch.Tensor:
     """Let the guard compare the two sides. Returns the standard path's hidden states: where the two differ, the side to trust."""
-    depth = {view.name: view.layer for view in views} | dict.fromkeys(("hidden", "logits"), 1 + max(v.layer for v in views))
+    last = 1 + max(view.layer for view in views)
+    depth = {name: int(name.split(".")[1]) if name.startswith("layers.") else last for name in both.fast}
     guard.shadow(plan_key, both.fast, both.standard, inputs, depth, origin=origin)
     return both.hidden
 
 
 def snapshot(
-    views: Sequence[StateView], groups: Sequence[str], tensors: StepTensors, input_ids: torch.Tensor, before: Tensors
+    views: Sequence[StateView], groups: Sequence[str], tensors: StepTensors, input_ids: torch.Tensor, both: Both
 ) -> Tensors:
     """Everything that a step read, renumbered so that only its own slots and blocks are kept: from 1 on, 0 being the null block.
 
-    By name: `input_ids` [T]; `groups.N.slots` [T], or `groups.N.block_table` [T, blocks], `.slot_mapping` [T], `.lengths` [T];
-    and each state view's content, [T, ...] or [blocks, rows, ...], as it was before the step.
+    By name: `input_ids` [T]; `choices.N` [T, k]; `groups.N.slots` [T], or `groups.N.block_table` [T, blocks], with `.slot_mapping`
+    and `.lengths` [T]; and each state view's content, [T, ...] or [blocks, rows, ...], as it was before the step.
     """
-    kept = {"input_ids": input_ids}
+    before = both.before
+    kept = {"input_ids": input_ids, **{f"choices.{i}": chosen for i, chosen in enumerate(both.choices)}}
     for group, name in enumerate(groups):
         where = tensors[name]
         mine = [view for view in views if view.group == group]
@@ -117,10 +128,11 @@ def snapshot(
     return kept
 
 
-def _outcome(hidden: torch.Tensor, views: Sequence[StateView], writes: WriteSet, logits: Callable[..., Any]) -> Tensors:
-    outcome = {"hidden": hidden.detach().clone(), **_read(views, writes)}
+def outcome(hidden: torch.Tensor, views: Sequence[StateView], writes: WriteSet, logits: Callable[..., Any]) -> Tensors:
+    """What a step returned and wrote, by name."""
+    found = {"hidden": hidden.detach().clone(), **_read(views, writes)}
     scores = logits(hidden)
-    return outcome if scores is None else outcome | {"logits": scores}
+    return found if scores is None else found | {"logits": scores}
 
 
 def _places(view: StateView, writes: WriteSet) -> tuple[torch.Tensor, torch.Tensor]:

@@ -155,14 +155,15 @@ class Replay:
         return all(difference.within for difference in (*self.again, *self.reproduced))
 
 
-def replay(path: Path, run: Callable[[Step], tuple[Tensors, Tensors]]) -> Replay:
-    """Run a saved step again; `run` gives what its fast and its standard side come to on a loaded model."""
+def replay(path: Path, run: Callable[[Step], tuple[Tensors, Tensors, Tensors]]) -> Replay:
+    """Run a saved step again; `run` gives what its fast and its standard side come to on a loaded model, and the standard side
+    with the discrete choices of then."""
     step = Step.load(path)
-    fast, standard = run(step)
+    fast, standard, reproduced = run(step)
     return Replay(
         compare(step.fast, step.standard, step.depth),
         compare(fast, standard, step.depth),
-        compare(standard, step.standard, step.depth),
+        compare(reproduced, step.standard, step.depth),
     )
 
 

@@ -5,6 +5,9 @@ MXFP4 experts stay packed in memory and are decoded one expert at a time when to
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,15 +27,21 @@ RENORMALIZE_EPS = 1e-20
 
 
 def route(
-    logits: torch.Tensor, bias: torch.Tensor, k: int, renormalize: bool, scaling: float
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    k: int,
+    renormalize: bool,
+    scaling: float,
+    imposed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E], bias [E] -> (experts int64 [T, k], weights [T, k]), best first.
 
     s = sigmoid(logits). The k largest of s + bias are chosen, equal ones by the lower expert id; the weights are s without bias.
+    With `imposed` [T, k] those experts are taken.
     """
     score = torch.sigmoid(logits)
     order = torch.sort(score + bias, dim=-1, descending=True, stable=True).indices
-    experts = order[:, :k]
+    experts = order[:, :k] if imposed is None else imposed
     weights = score.gather(-1, experts)
     if renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
@@ -105,6 +114,8 @@ class SparseMoE(nn.Module):
         self.gate_weight = parameter(config.num_experts, size)
         self.correction_bias = parameter(config.num_experts, dtype=torch.float32)
         self.experts = Experts(config)
+        self.imposed: torch.Tensor | None = None
+        self.judged: tuple[torch.Tensor, torch.Tensor] | None = None
         self.shared_experts = (
             MLP(config, config.shared_intermediate_size, f"{prefix}.shared_experts") if config.num_shared_experts else None
         )
@@ -122,7 +133,13 @@ class SparseMoE(nn.Module):
         """m [T, D] -> [T, D]. The router works in fp32 on the weights as stored."""
         c = self.config
         logits = F.linear(m.float(), self.gate_weight.float())
-        experts, weights = route(logits, self.correction_bias, c.experts_per_token, c.renormalize, c.routed_scaling_factor)
+        experts, weights = route(
+            logits, self.correction_bias, c.experts_per_token, c.renormalize, c.routed_scaling_factor, self.imposed
+        )
+        if self.imposed is not None:
+            selection = torch.sigmoid(logits) + self.correction_bias
+            theirs = selection.gather(-1, self.imposed).sort(dim=-1, descending=True).values
+            self.judged = theirs, selection.topk(c.experts_per_token, dim=-1).values
         z = m if self.down_proj is None else self.down_proj(m)[0]
         r = self.experts(z, experts, weights).to(m.dtype)
         if get_tensor_model_parallel_world_size() > 1:
@@ -146,3 +163,31 @@ class SparseMoE(nn.Module):
         if self.shared_experts is not None:
             for name, target in self.shared_experts.slots():
                 yield f"shared_experts.{name}", target
+
+
+Judged = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+@contextmanager
+def imposed(layers: Mapping[str, SparseMoE], choices: Sequence[torch.Tensor]) -> Iterator[Judged]:
+    """While this lasts, every layer takes the experts that another path chose for the same tokens, [T, k] each in order.
+
+    Rounding decides between experts of nearly equal score; either choice is right, but what follows differs by a whole expert.
+    Two paths can be compared only behind the same choices, and the choices by their scores: at the end the two dictionaries
+    hold, by the layer's name, the selection scores [T, k] of the imposed experts and of the layer's own choice, sorted.
+    Raises ValueError unless there is one choice for each layer.
+    """
+    if len(choices) != len(layers):
+        raise ValueError(f"expected the chosen experts of {len(layers)} layers, found {len(choices)}: the path must record all")
+    theirs: dict[str, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
+    for layer, choice in zip(layers.values(), choices, strict=True):
+        layer.imposed = choice
+    try:
+        yield theirs, own
+        for name, layer in layers.items():
+            assert layer.judged is not None
+            theirs[name], own[name] = layer.judged
+    finally:
+        for layer in layers.values():
+            layer.imposed = layer.judged = None
