@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from harness import Harness
 from vllm.platforms import current_platform
 
@@ -64,6 +66,44 @@ def test_other_models_are_left_to_the_platform(check: Any, architecture: str | N
     config = deployment(architecture, block_size=256)
     check(config)
     assert options(config) == (False, False, 9999, 16) and not config.additional_config
+
+
+def turn_back(runner: Any, grammar_output: Any) -> str:
+    """What stock does with the generators: draw from each, then turn those of unfinished prompts back."""
+    generators = runner.input_batch.generators
+    for generator in generators.values():
+        torch.rand(3, generator=generator)
+    for row in np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]:
+        if (generator := generators.get(int(row))) is not None:
+            generator.set_offset(generator.get_offset() - 4)
+    return "sampled"
+
+
+def runner(architecture: str) -> Any:
+    seeded = {row: torch.Generator().manual_seed(row) for row in (0, 1)}
+    return SimpleNamespace(
+        execute_model_state=(),
+        vllm_config=deployment(architecture),
+        input_batch=SimpleNamespace(num_reqs=3, generators=seeded),
+        discard_request_mask=SimpleNamespace(np=np.array([True, False, True, True])),
+    )
+
+
+def test_a_seeded_request_survives_the_chunks_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    monkeypatch.setattr(CPUModelRunner, "sample_tokens", turn_back)
+    config = deployment(platform.ARCHITECTURES[0])
+    platform.spare_generators(config)
+    platform.spare_generators(config)
+    assert len(config.additional_config[platform.MUTATIONS]) == 1
+    ours, other = runner(platform.ARCHITECTURES[0]), runner("LlamaForCausalLM")
+    assert CPUModelRunner.sample_tokens(ours, None) == "sampled"
+    unfinished, finished = (ours.input_batch.generators[row] for row in (0, 1))
+    assert torch.equal(unfinished.get_state(), torch.Generator().manual_seed(0).get_state()), "an unseen draw was counted"
+    assert not torch.equal(finished.get_state(), torch.Generator().manual_seed(1).get_state())
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        CPUModelRunner.sample_tokens(other, None)
 
 
 def test_what_the_standard_path_does_not_serve_is_refused(parallel_groups: None) -> None:

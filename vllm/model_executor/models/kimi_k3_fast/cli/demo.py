@@ -52,7 +52,7 @@ def run(console: Console, directory: Path, port: int | None, keep: bool) -> None
         console.print(f"server: {server.url} after {time.monotonic() - begun:.0f} s, log {server.log}", highlight=False)
         ask(console, server.url)
         console.print(report.tables(report.fetch(server.url)))
-        console.print(f"server memory: {server.memory_bytes() / 2**30:.2f} GiB", highlight=False)
+        console.print(f"peak memory of the server: {server.peak_memory_bytes() / 2**30:.2f} GiB", highlight=False)
         if keep:
             _wait(console, server)
     finally:

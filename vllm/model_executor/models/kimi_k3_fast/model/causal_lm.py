@@ -26,6 +26,7 @@ from .kda import KimiDeltaAttention
 from .layers import MLP, RMSNorm, Slot, Slots, slot
 from .mla import KimiLatentAttention
 from .moe import SparseMoE
+from .platform import spare_generators
 
 
 class DecoderLayer(nn.Module):
@@ -117,6 +118,7 @@ class KimiK3ForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        spare_generators(vllm_config)
         self.vllm_config = vllm_config
         self.config = K3Config.from_hf(vllm_config.model_config.hf_config)
         self.config.check_tensor_parallel(vllm_config.parallel_config.tensor_parallel_size)

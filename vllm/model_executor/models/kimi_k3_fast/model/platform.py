@@ -1,4 +1,4 @@
-"""What vLLM's CPU platform takes away from MLA models, given back to this one.
+"""What vLLM's CPU platform takes away from MLA models, given back to this one, and what that asks of the CPU runner.
 
 The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to
 the model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
@@ -6,6 +6,7 @@ the model length, because its own MLA kernels need it. This model's MLA needs no
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,6 +16,7 @@ MUTATIONS = "kimi_k3_fast_mutations"
 """Key of `additional_config` under which what was changed travels to the workers: [name, before, after, why] each, as text."""
 
 _MARK = "_kimi_k3_fast_restores_chunking"
+_SPARES = "_kimi_k3_fast_spares_generators"
 
 
 def restore_chunking(inspect: Callable[[Any], object] = lambda vllm_config: None) -> bool:
@@ -57,6 +59,39 @@ def _put_back(vllm_config: Any, owner: str, name: str, value: Any) -> None:
     if isinstance(vllm_config.additional_config, dict):
         why = "vLLM's CPU platform changes it for its own MLA kernels, which this model does not use"
         vllm_config.additional_config.setdefault(MUTATIONS, []).append([f"{owner}.{name}", str(taken), str(value), why])
+
+
+def spare_generators(vllm_config: Any) -> None:
+    """Keep the random generators of seeded requests out of steps whose sample is thrown away. Safe to call twice.
+
+    A chunk of a prompt that is not the last one is sampled like any other, and the runner then turns the request's generator back
+    by an offset. Generators on CPUs have none: the engine dies of the first seeded request with a prompt in chunks. So such a
+    request has no generator in that step, and the sample nobody sees is drawn from the process' own.
+    """
+    module = sys.modules.get("vllm.v1.worker.cpu_model_runner")
+    if module is None or getattr(module.CPUModelRunner.sample_tokens, _SPARES, False):
+        return
+    original = module.CPUModelRunner.sample_tokens
+
+    @wraps(original)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        spared = {}
+        if self.execute_model_state is not None and _is_ours(self.vllm_config):
+            batch = self.input_batch
+            unfinished = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+            spared = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}
+        try:
+            return original(self, grammar_output)
+        finally:
+            self.input_batch.generators.update(spared)
+
+    setattr(sample_tokens, _SPARES, True)
+    module.CPUModelRunner.sample_tokens = sample_tokens
+    additional = getattr(vllm_config, "additional_config", None)
+    if isinstance(additional, dict):
+        why = "vLLM turns the generator of a seeded request back after each chunk of its prompt, which CPU generators cannot do"
+        row = ["CPUModelRunner.sample_tokens", "as released", "leaves out generators of unfinished prompts", why]
+        additional.setdefault(MUTATIONS, []).append(row)
 
 
 def _is_ours(vllm_config: Any) -> bool:
