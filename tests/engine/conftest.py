@@ -1,8 +1,21 @@
-"""The engine's tests measure tokens against the float64 model of the model's tests."""
+"""The engine's tests measure tokens against the float64 model of the model's tests. One engine for each family of models."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))  # for `reference`
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]  # for `engines` and `reference`
+
+
+@pytest.fixture(scope="package")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A running fp32 engine of the tiny configuration named by the parameter: "k3" or "kimi_linear"."""
+    from engines import CONFIGS, Engine
+
+    engine = Engine.start(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
+    yield engine
+    engine.stop()

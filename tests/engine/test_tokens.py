@@ -6,106 +6,45 @@ fp32, so that a difference is a fault and not rounding. The engine runs in its o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from reference import Reference
+from engines import BLOCK, BUDGET, CONFIGS, GENERATED, Engine, decide_alone, differed, greedy, take_path, tokens
 
-from vllm.model_executor.models.kimi_k3_fast.model.checkpoint import (
-    random_tensors,
-    tiny_config,
-    tiny_kimi_linear_config,
-    write_released,
-)
-
+PATHS = [("k3", "fast"), ("k3", "standard"), ("kimi_linear", "standard")]
 pytestmark = pytest.mark.engine
 
-BLOCK = 128  # tokens of a cache block: the smallest that vLLM allows a hybrid model
-BUDGET = 192  # tokens of a step: a longer prompt comes in chunks
-BLOCKS = 40
-GENERATED = 24
-CONFIGS = {"k3": tiny_config(), "kimi_linear": tiny_kimi_linear_config()}
+
+@pytest.fixture
+def engine(family: Engine, path: str) -> Iterator[Engine]:
+    """The engine with its decode steps on `path`, an empty prefix cache, and the word of the guard that it was that path."""
+    if path == "fast" or family.reports()[0]["deployment"]["selected"]:
+        family.call(take_path, path)
+    family.llm.reset_prefix_cache()
+    before = family.reports()[0]["steps"]["fast"]["steps"]
+    yield family
+    after = family.reports()[0]
+    assert (after["steps"]["fast"]["steps"] > before) == (path == "fast")
+    assert after["violations"]["by_reason"] == {}
 
 
-@dataclass
-class Engine:
-    llm: Any
-    reference: Reference
-
-    def run(self, prompts: Sequence[Sequence[int]], count: int = GENERATED) -> list[Any]:
-        """Generate greedily for all prompts at once, and hold every token to the reference."""
-        inputs = [{"prompt_token_ids": list(p)} for p in prompts]
-        outputs = self.llm.generate(inputs, greedy(count), use_tqdm=False)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            self.check(prompt, output.outputs[0].token_ids, count)
-        return outputs
-
-    def check(self, prompt: Sequence[int], generated: Sequence[int], count: int = GENERATED) -> None:
-        assert len(generated) == count
-        logits = self.reference.logits([*prompt, *generated[:-1]])[len(prompt) - 1 :]
-        assert list(generated) == logits.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
-
-    def metric(self, name: str) -> float:
-        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+def both_paths(test: object) -> object:
+    return pytest.mark.parametrize(("family", "path"), PATHS, indirect=["family"])(test)
 
 
-def greedy(count: int) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-
-
-def start(folder: Path, name: str, mode: str, **options: Any) -> Engine:
-    from vllm import LLM
-
-    tensors = random_tensors(CONFIGS[name], seed=4)
-    write_released(folder, CONFIGS[name], tensors)
-    llm = LLM(
-        str(folder),
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=BUDGET,
-        num_gpu_blocks_override=BLOCKS,
-        disable_log_stats=False,
-        additional_config={"kimi_k3_fast": {"mode": mode}},
-        **options,
-    )
-    return Engine(llm, Reference(CONFIGS[name], tensors))
-
-
-def stop(engine: Engine) -> None:
-    engine.llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(scope="module", params=["k3 off", "k3 auto", "kimi_linear auto"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        environment.setenv("OMP_NUM_THREADS", "1")
-        name, mode = request.param.split()
-        engine = start(tmp_path_factory.mktemp("checkpoint"), name, mode)
-        yield engine
-        stop(engine)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(10, 260, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
+@both_paths
 def test_concurrent_requests_at_block_boundaries(engine: Engine) -> None:
     """Prompts that end just before, at and after a block, and generations that cross one."""
     engine.run([tokens(n, n) for n in (1, 2, BLOCK - GENERATED // 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1)])
 
 
+@both_paths
 def test_chunked_prefill_beside_decoding(engine: Engine) -> None:
     engine.run([tokens(5, 1), tokens(600, 2), tokens(3 * BUDGET + 1, 3), tokens(40, 4)])
 
 
+@both_paths
 def test_prefix_cache_hits(engine: Engine) -> None:
     """The same prompt cold and warm, and one that leaves it inside a block."""
     prompt = tokens(4 * BLOCK + 10, 5)
@@ -117,6 +56,7 @@ def test_prefix_cache_hits(engine: Engine) -> None:
     assert all(output.num_cached_tokens > 0 for output in outputs[1:2])
 
 
+@both_paths
 def test_preemption_and_resume(engine: Engine) -> None:
     """More long requests than the cache holds at once: some are preempted, recomputed, and must not notice."""
     before = engine.metric("vllm:num_preemptions")
@@ -125,6 +65,7 @@ def test_preemption_and_resume(engine: Engine) -> None:
     assert engine.metric("vllm:num_preemptions") > before, "nothing was preempted: the test tests nothing"
 
 
+@both_paths
 def test_abort_in_mid_stream(engine: Engine) -> None:
     """Requests vanish while others run, and new ones take their slots."""
     core = engine.llm.llm_engine
@@ -154,16 +95,33 @@ def test_abort_in_mid_stream(engine: Engine) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TP 2 gives the tokens of the reference, and so of TP 1: sharded heads, experts and vocabulary, replicated latents."""
+    """TP 2 gives the tokens of the reference, and so of TP 1: sharded heads, experts and vocabulary, replicated latents.
+
+    The ranks prove over their own all-gather that they decided alike; one that once decides alone is found, with the step.
+    """
     first, second = sorted(os.sched_getaffinity(0))[:2]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    engine = start(tmp_path, "k3", "auto", tensor_parallel_size=2)
+    engine = Engine.start(tmp_path, CONFIGS["k3"], {"agree_every": 8}, tensor_parallel_size=2)
     try:
         prompt = tokens(2 * BLOCK + 9, 60)
         engine.run([tokens(n, 60 + n) for n in (1, 3, BLOCK, 300)])
         engine.run([prompt])
         (warm,) = engine.run([prompt])
         assert warm.num_cached_tokens == 2 * BLOCK
+        ranks = engine.reports()
+        assert [report["rank"] for report in ranks] == ["rank0", "rank1"]
+        assert ranks[0]["decisions"] == ranks[1]["decisions"]
+        for report in ranks:
+            assert report["steps"]["fast"]["steps"] > 2 * GENERATED
+            assert report["counters"]["agreement_checks"] >= report["decisions"]["step"] // 8 > 0
+            assert 0 <= report["decisions"]["step"] - report["decisions"]["checked_step"] <= 8
+            assert report["violations"]["by_reason"] == {}
+        engine.call(decide_alone, 1)
+        engine.run([tokens(5, 70)])
+        step = max(engine.call(differed))
+        for report in engine.reports():
+            assert report["violations"]["by_reason"] == {"ranks_disagree": 1}
+            where = report["violations"]["last"][0]["where"]
+            assert (where["first_step"], where["exact"], where["ranks"]) == (step, True, [1])
     finally:
-        stop(engine)
+        engine.stop()

@@ -9,14 +9,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 PROMPT = [7 + 5 * i % 250 for i in range(40)]
 
 
-def rank_main(rank: int, folder: str, name: str, results: Any) -> None:
-    """One rank: its own harness over a gloo group of two. Sends its logits, or the traceback."""
+CONFIGS = ("tiny_config", "tiny_kimi_linear_config")
+
+
+def rank_main(rank: int, folder: str, results: Any) -> None:
+    """One rank: a harness for each configuration over one gloo group of two. Sends the logits of each, or the traceback."""
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ["VLLM_DIST_IDENT"] = f"two_ranks_{os.getppid()}"  # names the shared memory that the ranks reduce through
     try:
@@ -27,27 +29,29 @@ def rank_main(rank: int, folder: str, name: str, results: Any) -> None:
         from vllm.model_executor.models.kimi_k3_fast.model import checkpoint
 
         torch.set_num_threads(1)
+        logits = {}
         with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=2))):
             init_distributed_environment(2, rank, f"file://{folder}/store", rank, "gloo")
             initialize_model_parallel(2)
-            config = getattr(checkpoint, name)()
-            engine = Harness(config, checkpoint.random_tensors(config, seed=8))
-            pieces = [engine.step([(0, PROMPT[:30])])]
-            pieces += [engine.step([(0, [token])]) for token in PROMPT[30:]]
-        results.put((rank, torch.cat(pieces).double().numpy()))
+            for name in CONFIGS:
+                config = getattr(checkpoint, name)()
+                engine = Harness(config, checkpoint.random_tensors(config, seed=8))
+                pieces = [engine.step([(0, PROMPT[:30])])]
+                pieces += [engine.step([(0, [token])]) for token in PROMPT[30:]]
+                logits[name] = torch.cat(pieces).double().numpy()
+        results.put((rank, logits))
     except BaseException:
         results.put((rank, traceback.format_exc()))
 
 
-@pytest.mark.parametrize("name", ["tiny_config", "tiny_kimi_linear_config"])
-def test_two_ranks_give_the_reference(name: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_reference(tmp_path: Path) -> None:
     from reference import Reference
 
     from vllm.model_executor.models.kimi_k3_fast.model import checkpoint
 
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(r, str(tmp_path), name, results)) for r in range(2)]
+    ranks = [context.Process(target=rank_main, args=(r, str(tmp_path), results)) for r in range(2)]
     for process in ranks:
         process.start()
     try:
@@ -58,6 +62,7 @@ def test_two_ranks_give_the_reference(name: str, tmp_path: Path) -> None:
             process.kill()
     failures = [text for text in received.values() if isinstance(text, str)]
     assert not failures, "\n".join(failures)
-    config = getattr(checkpoint, name)()
-    expected = Reference(config, checkpoint.random_tensors(config, seed=8)).logits(PROMPT)
-    assert (torch.from_numpy(received[0]) - expected).norm() / expected.norm() < 1e-5
+    for name in CONFIGS:
+        config = getattr(checkpoint, name)()
+        expected = Reference(config, checkpoint.random_tensors(config, seed=8)).logits(PROMPT)
+        assert (torch.from_numpy(received[0][name]) - expected).norm() / expected.norm() < 1e-5, name

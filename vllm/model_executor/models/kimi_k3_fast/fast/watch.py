@@ -98,8 +98,8 @@ def snapshot(
 ) -> Tensors:
     """Everything that a step read, renumbered so that only its own slots and blocks are kept: from 1 on, 0 being the null block.
 
-    By name: `input_ids` [T]; `choices.N` [T, k]; `groups.N.slots` [T], or `groups.N.block_table` [T, blocks], with `.slot_mapping`
-    and `.lengths` [T]; and each state view's content, [T, ...] or [blocks, rows, ...], as it was before the step.
+    By name: `input_ids` [T]; `choices.N` [T, k]; `groups.N.slots` [T], or `groups.N.block_table` [T, blocks], `.slot_mapping` and
+    `.lengths` [T]; and each state view's content, [T, ...] or [blocks, rows, ...], as it was before the step.
     """
     before = both.before
     kept = {"input_ids": input_ids, **{f"choices.{i}": chosen for i, chosen in enumerate(both.choices)}}

@@ -1,0 +1,57 @@
+"""The released wrapper's configuration (`model_type: kimi_k3`, the text model's inside) in BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engines import CONFIGS, Engine, greedy, set_policy, tokens
+
+pytestmark = pytest.mark.engine
+
+TOP = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def wrapped(text: dict[str, Any]) -> dict[str, Any]:
+    vision = {"text_hidden_size": text["hidden_size"]}
+    outer = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "vision_config": vision}
+    return {**outer, **{key: text[key] for key in TOP}, "text_config": text}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    config = wrapped(CONFIGS["k3"])
+    engine = Engine.start(tmp_path_factory.mktemp("wrapped"), config, dtype="bfloat16")
+    yield engine
+    engine.stop()
+
+
+def test_text_is_served_in_bf16_on_both_paths(engine: Engine) -> None:
+    """Greedy tokens are the float64 model's wherever its two best logits are further apart than BF16 blurs. Steps are watched."""
+    engine.call(set_policy, {"audit_every": 1, "shadow_every": 2})
+    prompts = [tokens(n, 200 + n) for n in (1, 40, 127, 300)]
+    outputs = engine.llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(32), use_tqdm=False)
+    decided = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        generated = list(output.outputs[0].token_ids)
+        logits = engine.reference.logits([*prompt, *generated[:-1]])[len(prompt) - 1 :]
+        best = logits.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 0.25 * logits.std(dim=-1)
+        assert torch.equal(torch.tensor(generated)[clear], logits.argmax(-1)[clear])
+        decided += int(clear.sum())
+    assert decided > 32, "too few clear tokens: the test tests little"
+    (report,) = engine.reports()
+    facts = report["deployment"]["facts"]
+    assert (facts["architecture"], facts["dtype"]) == ("KimiK3ForConditionalGeneration", "bfloat16")
+    assert report["counters"]["audited_steps"] == report["steps"]["fast"]["steps"] > 20
+    assert report["counters"]["shadow_steps"] > 10
+    assert report["violations"]["by_reason"] == {}, report["violations"]["last"][-3:]
+
+
+def test_an_image_is_refused_with_a_reason(engine: Engine) -> None:
+    image = {"prompt_token_ids": tokens(8, 1), "multi_modal_data": {"image": torch.zeros(3, 28, 28)}}
+    with pytest.raises(Exception, match=r"(?i)image|multi-?modal"):
+        engine.llm.generate([image], greedy(2), use_tqdm=False)
+    assert engine.llm.generate([{"prompt_token_ids": tokens(8, 1)}], greedy(2), use_tqdm=False), "the engine is still there"
