@@ -48,7 +48,7 @@ class Engine:
                 str(folder),
                 max_num_batched_tokens=BUDGET,
                 disable_log_stats=False,
-                additional_config={"kimi_k3_fast": dict(settings or {})},
+                additional_config={"kimi_k3_fast": {"events": {"path": str(folder / "events.jsonl")}, **(settings or {})}},
                 **{**defaults, **options},
             )
         return cls(llm, Reference(config.get("text_config", config), tensors))
@@ -104,6 +104,26 @@ def set_policy(worker: Any, fields: Mapping[str, Any]) -> None:
     from vllm.model_executor.models.kimi_k3_fast import guard
 
     guard.current().policy = replace(guard.current().policy, **fields)
+
+
+def retire(worker: Any, keys: Sequence[str]) -> None:
+    """Exactly these plans are retired from then on."""
+    from vllm.model_executor.models.kimi_k3_fast import guard
+
+    guard.current()._quarantine = set(keys)
+
+
+def spoil_attention(worker: Any, factor: float) -> None:
+    """From then on every MLA layer of this process' fast path is off by `factor`; 1.0 repairs it."""
+    from vllm.model_executor.models.kimi_k3_fast.fast.executor import Executor
+    from vllm.model_executor.models.kimi_k3_fast.fast.views import Mla
+
+    true = getattr(Executor, "k3_true_attention", Executor._attention)
+
+    def attention(self: Any, view: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
+        return true(self, view, x, step) * (factor if isinstance(view, Mla) else 1.0)
+
+    Executor.k3_true_attention, Executor._attention = true, attention
 
 
 def decide_alone(worker: Any, rank: int) -> None:
