@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
-from ..device.ptx import copy_async, load_shared, mma_bf16
+from ..device.ptx import copy_async, load_shared, mma_bf16, store_shared
 from ..device.vectors import load_words, load_words_streaming, pack_bf16, store_words, unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
@@ -122,6 +122,12 @@ def _store_row_piece(tensor, offset, words, factor, fp8):
         store_words(_at(tensor, offset), words)
 
 
+def _chunks(c, tokens):
+    """Blocks that share a weight tile, each for every n-th group of `tokens` tokens: they take the tile from L2, and their
+    latencies overlap."""
+    return min((c.tokens + tokens - 1) // tokens, 4)
+
+
 # -- query: norms, q_b, cache insert ---------------------------------------------------------------------------------------------
 
 
@@ -139,57 +145,82 @@ def _project(
 ):
     """q = q_b(RMSNorm(q_a)), 16 rows a block; the last blocks write the cache rows. Eight warps split K, a token a warp for the
     norm."""
+    release_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    block, chunk, _ = cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
     quad, slot = lane // 4, lane % 4
     tiles = c.heads * QUERY // 16
     share = c.q_rank // 8  # columns of a warp
     pitch = c.q_rank + 32  # an odd multiple of 64 bytes: rows of neighbouring tokens fall on other banks
     memory = cutlass.memory.SmemAllocator()
-    x_smem = cute.make_tensor(memory.allocate_array(BFloat16, 8 * pitch, byte_alignment=16), cute.make_layout(8 * pitch))
-    sums = cute.make_tensor(memory.allocate_array(Float32, 8 * 8 * 17, byte_alignment=16), cute.make_layout(8 * 8 * 17))
+    together = 8 if c.tokens <= 8 else 16  # tokens of a pass
+    x_smem = cute.make_tensor(
+        memory.allocate_array(BFloat16, together * pitch, byte_alignment=16), cute.make_layout(together * pitch)
+    )
+    sums = cute.make_tensor(
+        memory.allocate_array(Float32, 8 * together * 17, byte_alignment=16), cute.make_layout(8 * together * 17)
+    )
+
+    norm_smem = cute.make_tensor(memory.allocate_array(BFloat16, c.q_rank, byte_alignment=16), cute.make_layout(c.q_rank))
 
     if block < tiles:
-        norm = [load_words(_at(q_norm.early(), i * 256 + lane * 8)) for i in range(c.q_rank // 256)]
+        if thread < c.q_rank // 8:
+            copy_async(_at(norm_smem, thread * 8), _at(q_norm.early(), thread * 8), Int32(16))
+        cute.arch.cp_async_commit_group()
         rows = [block * 16 + quad, block * 16 + quad + 8]
         weights = [
             [load_words_streaming(_at(q_b.early(), Int64(row) * c.q_rank + warp * share + j * 32 + slot * 8)) for row in rows]
             for j in range(share // 32)
         ]
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
         token_ready = dependency_wait()
-        release_dependents()
         source, target = x.after(token_ready), q.after(token_ready)
-        for first in cutlass.range(0, c.tokens, 8, unroll=1):
-            token = cutlass.min(first + warp, c.tokens - 1)
-            pieces = [load_words(_at(source, token * c.columns + i * 256 + lane * 8)) for i in range(c.q_rank // 256)]
-            normed = _norm(pieces, norm, c.q_rank, c.norm_eps)
-            for i in cutlass.range_constexpr(c.q_rank // 256):
-                _store_shared(x_smem, warp * pitch + i * 256 + lane * 8, normed[i])
+        for first in cutlass.range(chunk * together, c.tokens, together * _chunks(c, together), unroll=1):
+            at = [i * 256 + lane * 8 for i in range(c.q_rank // 256)]
+            for n in cutlass.range_constexpr(together // 8):
+                token = cutlass.min(first + n * 8 + warp, c.tokens - 1)
+                for i in at:
+                    copy_async(_at(x_smem, (n * 8 + warp) * pitch + i), _at(source, token * c.columns + i), Int32(16))
+                cute.arch.cp_async_commit_group()
+            for n in cutlass.range_constexpr(together // 8):
+                cute.arch.cp_async_wait_group(together // 8 - 1 - n)
+                places = [_at(x_smem, (n * 8 + warp) * pitch + i) for i in at]  # what this lane copied
+                square = Float32(0.0)
+                for place in places:
+                    for v in _eight(load_shared(place)):
+                        square = square + v * v
+                scale = cute.math.rsqrt(cute.arch.warp_reduction_sum(square) * Float32(1.0 / c.q_rank) + Float32(c.norm_eps))
+                for i, place in zip(at, places, strict=True):  # once more from shared memory: 48 values are too many to keep
+                    values = zip(_eight(load_shared(place)), _eight(load_shared(_at(norm_smem, i))), strict=True)
+                    store_shared(place, _bf16_words([v * scale * w for v, w in values]))
             cute.arch.sync_threads()
-            acc = [Float32(0.0)] * 4
+            acc = [[Float32(0.0)] * 4 for _ in range(together // 8)]
             for j in cutlass.range_constexpr(share // 32):
-                operand = load_shared(_at(x_smem, quad * pitch + warp * share + j * 32 + slot * 8))
                 top, bottom = weights[j]
-                for s in (0, 2):
-                    mma_bf16(acc, (top[s], bottom[s], top[s + 1], bottom[s + 1]), operand[s], operand[s + 1])
-            for i in cutlass.range_constexpr(4):
-                sums[warp * 136 + (slot * 2 + i % 2) * 17 + quad + 8 * (i // 2)] = acc[i]
+                for n in cutlass.range_constexpr(together // 8):
+                    operand = load_shared(_at(x_smem, (n * 8 + quad) * pitch + warp * share + j * 32 + slot * 8))
+                    for s in (0, 2):
+                        mma_bf16(acc[n], (top[s], bottom[s], top[s + 1], bottom[s + 1]), operand[s], operand[s + 1])
+            for n in cutlass.range_constexpr(together // 8):
+                for i in cutlass.range_constexpr(4):
+                    place = (warp * together + n * 8 + slot * 2 + i % 2) * 17 + quad + 8 * (i // 2)
+                    sums[place] = acc[n][i]
             cute.arch.sync_threads()
-            if thread < 128 and first + thread // 16 < c.tokens:
+            if thread < 16 * together and first + thread // 16 < c.tokens:
                 total = Float32(0.0)
                 for w in cutlass.range_constexpr(8):
-                    total = total + sums[w * 136 + (thread // 16) * 17 + thread % 16]
+                    total = total + sums[(w * together + thread // 16) * 17 + thread % 16]
                 target[first + thread // 16, block * 16 + thread % 16] = BFloat16(total)
             cute.arch.sync_threads()
     else:
         latent_norm = [load_words(_at(kv_norm.early(), i * 256 + lane * 8)) for i in range(LATENT // 256)]
         factor = _reciprocal(scales.early()[1])
         ready = dependency_wait()
-        release_dependents()
         inputs, cached = x.after(ready), cache.after(ready)
         row = (block - tiles) * 8 + warp
-        if row < c.tokens:
+        if row < c.tokens and chunk == 0:
             place = slot_mapping.after(ready)[row]
             if place >= 0:
                 start = place // c.block_size * cached.stride[0] + place % c.block_size * ROW
@@ -204,18 +235,15 @@ def _project(
                     _store_row_piece(cached, start + LATENT + lane * 8, words, factor, c.fp8)
 
 
-def _store_shared(tensor, offset, words):
-    inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[_at(tensor, offset), *words])
-
-
 # -- query: absorb W_UK ----------------------------------------------------------------------------------------------------------
 
 
 @cute.kernel
 def _absorb(q: Dynamic, w_uk: Static, scales: Static, query: Output, c: cutlass.Constexpr):
     """query[t, head] = [q_nope W_UK | q_pe], 64 latent columns a block. Four warps split the 128 rows of W_UK."""
+    release_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    block, chunk, _ = cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
     quad, slot = lane // 4, lane % 4
     head, tile = block // (LATENT // 64), block % (LATENT // 64)
@@ -233,11 +261,10 @@ def _absorb(q: Dynamic, w_uk: Static, scales: Static, query: Output, c: cutlass.
         )
     factor = _reciprocal(scales.early()[0])
     token_ready = dependency_wait()
-    release_dependents()
     source, target = q.after(token_ready), query.after(token_ready)
     words = cute.make_tensor(cute.recast_ptr(source.iterator, dtype=Uint32), cute.make_layout(c.tokens * c.heads * QUERY // 2))
 
-    for first in cutlass.range(0, c.tokens, 16, unroll=1):
+    for first in cutlass.range(chunk * 16, c.tokens, 16 * _chunks(c, 16), unroll=1):
         tokens = [cutlass.min(first + quad, c.tokens - 1), cutlass.min(first + quad + 8, c.tokens - 1)]
         acc = [[Float32(0.0)] * 4 for _ in range(8)]
         for step in cutlass.range_constexpr(2):
@@ -333,6 +360,7 @@ def _attend(
 ):
     """Attention of 16 (token, head) rows of one request over one share of its context; both score and value operand is the
     cached row."""
+    release_dependents()
     thread, _, _ = cute.arch.thread_idx()
     split, row_tile, request = cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
@@ -352,7 +380,6 @@ def _attend(
         scale = scale * scales.early()[0] * scales.early()[1]
         value_scale = scales.early()[1]
     token_ready = dependency_wait()
-    release_dependents()
     query, cache, table = query.after(token_ready), cache.after(token_ready), table.after(token_ready)
     latent, lse = latent.after(token_ready), lse.after(token_ready)
     length = lengths.after(token_ready)[request]
@@ -476,10 +503,10 @@ def _query_words(query, offset, fp8):
 @cute.kernel
 def _merge(partial: Dynamic, partial_lse: Dynamic, latent: Output, lse: Output, c: cutlass.Constexpr):
     """The shares of the context weighed by their log-sum-exps. A block: 128 latent columns of one (token, head)."""
+    release_dependents()
     thread, _, _ = cute.arch.thread_idx()
     row, part, _ = cute.arch.block_idx()
     token_ready = dependency_wait()
-    release_dependents()
     partial, partial_lse = partial.after(token_ready), partial_lse.after(token_ready)
     latent, lse = latent.after(token_ready), lse.after(token_ready)
     highest = Float32(NEGATIVE_INFINITY)
@@ -504,8 +531,9 @@ def _merge(partial: Dynamic, partial_lse: Dynamic, latent: Output, lse: Output, 
 @cute.kernel
 def _value(x: Dynamic, latent: Dynamic, w_uv: Static, y: Output, c: cutlass.Constexpr):
     """y = bf(bf(latent W_UV^T) sigma(gate)), 16 of a head's rows a block; four warps split the 512 latent columns."""
+    release_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    block, chunk, _ = cute.arch.block_idx()
     lane, warp = thread % 32, thread // 32
     quad, slot = lane // 4, lane % 4
     head, tile = block // (VALUE // 16), block % (VALUE // 16)
@@ -514,9 +542,8 @@ def _value(x: Dynamic, latent: Dynamic, w_uv: Static, y: Output, c: cutlass.Cons
     start = head * w_uv.layout.stride[0] + (tile * 16 + quad) * LATENT + warp * 128 + slot * 8
     weights = [[load_words_streaming(_at(w_uv.early(), start + r * LATENT + j * 32)) for r in (0, 8)] for j in range(4)]
     token_ready = dependency_wait()
-    release_dependents()
     x, latent, y = x.after(token_ready), latent.after(token_ready), y.after(token_ready)
-    for first in cutlass.range(0, c.tokens, 8, unroll=1):
+    for first in cutlass.range(chunk * 8, c.tokens, 8 * _chunks(c, 8), unroll=1):
         token = cutlass.min(first + quad, c.tokens - 1)
         acc = [Float32(0.0)] * 4
         operands = [load_words(_at(latent, (token * c.heads + head) * LATENT + warp * 128 + j * 32 + slot * 8)) for j in range(4)]
@@ -542,14 +569,19 @@ def _value(x: Dynamic, latent: Dynamic, w_uv: Static, y: Output, c: cutlass.Cons
 
 
 def mla_project(c, x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, q, stream):
-    grid = [c.heads * QUERY // 16 + (c.tokens + 7) // 8, 1, 1]
+    grid = [c.heads * QUERY // 16 + (c.tokens + 7) // 8, _chunks(c, 8 if c.tokens <= 8 else 16), 1]
     _project(x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, q, c).launch(
-        grid=grid, block=[256, 1, 1], stream=stream, use_pdl=True
+        grid=grid,
+        block=[256, 1, 1],
+        stream=stream,
+        use_pdl=True,
+        preferred_smem_carveout=100,
+        min_blocks_per_mp=2,  # all blocks resident at once, and the next kernel's beside them
     )
 
 
 def mla_absorb(c, q, w_uk, scales, query, stream):
-    grid = [c.heads * LATENT // 64, 1, 1]
+    grid = [c.heads * LATENT // 64, _chunks(c, 16), 1]
     _absorb(q, w_uk, scales, query, c).launch(grid=grid, block=[128, 1, 1], stream=stream, use_pdl=True)
 
 
@@ -566,5 +598,5 @@ def mla_merge(c, partial, partial_lse, latent, lse, stream):
 
 
 def mla_value(c, x, latent, w_uv, y, stream):
-    grid = [c.heads * VALUE // 16, 1, 1]
+    grid = [c.heads * VALUE // 16, _chunks(c, 8), 1]
     _value(x, latent, w_uv, y, c).launch(grid=grid, block=[128, 1, 1], stream=stream, use_pdl=True)
