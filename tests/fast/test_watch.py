@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast.fast import watch
+from vllm.model_executor.models.kimi_k3_fast.fast.executor import CacheRows, StateSlots
 from vllm.model_executor.models.kimi_k3_fast.guard import Guard, Policy, StateView, WriteSet
 
 BLOCK = 4
@@ -40,7 +41,9 @@ def step(tmp_path):
             return hidden
 
         both = watch.run_both(views, writes, fast, lambda: forward(0.0), lambda hidden: hidden * 2)
-        return watch.shadowed(guard, "decode/t2", views, both, lambda: {"input_ids": torch.tensor([1, 2])}, {})
+        agreed = watch.shadowed(guard, "decode/t2", views, both, lambda: {"input_ids": torch.tensor([1, 2])}, {})
+        assert agreed == (fault == state_fault == 0.0)
+        return both.hidden
 
     return guard, caches, forward, run
 
@@ -75,3 +78,28 @@ def test_a_fault_of_the_fast_side_is_named_and_does_not_reach_the_caller(step, f
     assert report["violations"]["by_reason"] == {reason: 1}
     assert report["violations"]["last"][0]["where"]["tensor"] in tensor
     assert guard.quarantined("decode/t2")
+
+
+def test_a_snapshot_holds_what_the_step_read_and_nothing_else(step):
+    """Slots and blocks are numbered anew; what the step overwrote is as it was before."""
+    _, caches, forward, _ = step
+    views = [
+        StateView("layers.0.state", "kda_recurrent", 0, 0, caches.state),
+        StateView("layers.1.latent", "mla_latent", 1, 1, caches.latent, BLOCK),
+    ]
+    writes = WriteSet(slots={0: torch.tensor([2, 4])}, rows={1: torch.tensor([5, 18])})
+    state, latent = caches.state.clone(), caches.latent.clone()
+    tensors = {
+        "kda": StateSlots(torch.tensor([2, 4])),
+        # 6 tokens in blocks 3 and 1, 3 tokens in block 4: their last ones are rows 5 and 18
+        "mla": CacheRows(torch.tensor([5, 18]), torch.tensor([[3, 1, 0], [4, 5, 0]]), torch.tensor([6, 3]), 6),
+    }
+    chosen = [torch.tensor([[7, 3], [0, 1]])]
+    both = watch.run_both(views, writes, lambda: forward(0.0), lambda: forward(0.0), lambda hidden: None, chosen)
+    kept = watch.snapshot(views, ["kda", "mla"], tensors, torch.tensor([11, 12]), both)
+    assert torch.equal(kept["choices.0"], chosen[0])
+    assert kept["groups.0.slots"].tolist() == [1, 2]
+    assert torch.equal(kept["layers.0.state"], state[[2, 4]])
+    assert kept["groups.1.block_table"].tolist() == [[2, 1, 0], [3, 0, 0]]
+    assert kept["groups.1.slot_mapping"].tolist() == [1 * BLOCK + 1, 3 * BLOCK + 2]
+    assert torch.equal(kept["layers.1.latent"], latent[[1, 3, 4]])

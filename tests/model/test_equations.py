@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 
-from vllm.model_executor.models.kimi_k3_fast.model import mxfp4
+from vllm.model_executor.models.kimi_k3_fast.model import moe, mxfp4
 from vllm.model_executor.models.kimi_k3_fast.model.activation import situ
 from vllm.model_executor.models.kimi_k3_fast.model.attn_res import mix
 from vllm.model_executor.models.kimi_k3_fast.model.kda import chunked, log_decay, normalise, recurrent, short_conv
@@ -154,3 +154,28 @@ def test_mxfp4_encoding_is_the_nearest_code() -> None:
 def test_mxfp4_refuses_a_ragged_row() -> None:
     with pytest.raises(ValueError, match=r"multiple of 32; found shape \(2, 40\)"):
         mxfp4.encode(torch.zeros(2, 40))
+
+
+def test_experts_that_another_path_chose_are_taken_and_judged_by_their_scores() -> None:
+    """Imposing a layer's own choice changes nothing; a near-tie taken the other way costs nearly no score, a bad choice much."""
+    logits = torch.tensor([[3.0, 1.0, 0.5, 0.5 - 1e-6, -2.0, -3.0]])
+    bias = torch.zeros(6)
+
+    class Layer(torch.nn.Module):
+        imposed = judged = None
+
+    def judge(choice: list[int]) -> float:
+        layer = Layer()
+        with moe.imposed({"layers.1.choice": layer}, [torch.tensor([choice])]) as (theirs, own):
+            experts, weights = moe.route(logits, bias, 3, True, 1.0, layer.imposed)
+            layer.judged = moe.judge(logits, bias, layer.imposed)
+        assert experts.tolist() == [choice]
+        assert torch.allclose(weights.sum(), torch.tensor(1.0))
+        assert layer.imposed is None
+        return float((own["layers.1.choice"] - theirs["layers.1.choice"]).norm() / own["layers.1.choice"].norm())
+
+    assert judge([0, 1, 2]) == judge([2, 0, 1]) == 0.0
+    assert 0 < judge([0, 1, 3]) < 1e-6
+    assert judge([0, 1, 4]) > 0.1
+    with pytest.raises(ValueError, match="expected the chosen experts of 1 layers, found 0"), moe.imposed({"x": Layer()}, []):
+        pass

@@ -266,6 +266,13 @@ class Reason(enum.Enum):
         "A sampled fast step left other state than the standard path, by more than the dtype's own error.",
         "Replay the saved step with `k3fast replay-step FILE`.",
     )
+    SHADOW_CHOICE = Explained(
+        "shadow_choice",
+        Level.VIOLATION,
+        "A sampled fast step chose experts that the standard path scores lower than its own, by more than the dtype's own error "
+        "(closer ones are both right, and the paths are compared behind one choice).",
+        "Replay the saved step with `k3fast replay-step FILE`.",
+    )
     NON_FINITE = Explained(
         "non_finite",
         Level.VIOLATION,
@@ -279,6 +286,12 @@ class Reason(enum.Enum):
         Level.DEPLOYMENT,
         "An operator has no kernel for this device architecture.",
         "Run on a supported architecture (see docs/support.md).",
+    )
+    CPU_LIBRARY = Explained(
+        "cpu_library",
+        Level.DEPLOYMENT,
+        "The C++ kernels for CPUs are not there or do not load; the PyTorch form of each operator serves the fast path instead.",
+        "Reinstall with a C++17 compiler with OpenMP on the path (GCC 10 or newer); the install log says why it was not built.",
     )
     OP_SHAPE = Explained(
         "op_shape",

@@ -97,13 +97,16 @@ class FastPath:
         return hidden
 
     def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The fast step, and the standard one after it where the guard wants the two compared."""
+        """The fast step; where the guard wants it compared, the standard one after it, whose numbers and state then stay."""
         assert self._executor is not None
         if not self.guard.begin_writes():
             return self._executor.run(planned, input_ids, tensors)
         both = self._both(planned, input_ids, tensors, standard)
         inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both)  # noqa: E731
-        return watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
+        if watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin):
+            return both.hidden
+        watch.put_back(self._state, watch.write_set(tensors, self._groups), both.before)
+        return standard()  # with experts of its own choice: those that the fast side chose may be what was wrong
 
     def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
         executor = self._executor

@@ -69,9 +69,9 @@ def run_both(
 
     choices: filled by the fast side. judged: asked after both, what to compare of them (see `model.moe.imposed`).
     """
-    before = _read(views, writes)
+    before = read(views, writes)
     found = outcome(fast(), views, writes, logits)
-    _put(views, writes, before)
+    put_back(views, writes, before)
     hidden = standard()
     expected = outcome(hidden, views, writes, logits)
     theirs, own = judged()
@@ -85,12 +85,11 @@ def shadowed(
     both: Both,
     inputs: Callable[[], Tensors],
     origin: Mapping[str, Any],
-) -> torch.Tensor:
-    """Let the guard compare the two sides. Returns the standard path's hidden states: where the two differ, the side to trust."""
+) -> bool:
+    """Let the guard compare the two sides. True if they agree."""
     last = 1 + max(view.layer for view in views)
     depth = {name: int(name.split(".")[1]) if name.startswith("layers.") else last for name in both.fast}
-    guard.shadow(plan_key, both.fast, both.standard, inputs, depth, origin=origin)
-    return both.hidden
+    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, origin=origin)
 
 
 def snapshot(
@@ -130,7 +129,7 @@ def snapshot(
 
 def outcome(hidden: torch.Tensor, views: Sequence[StateView], writes: WriteSet, logits: Callable[..., Any]) -> Tensors:
     """What a step returned and wrote, by name."""
-    found = {"hidden": hidden.detach().clone(), **_read(views, writes)}
+    found = {"hidden": hidden.detach().clone(), **read(views, writes)}
     scores = logits(hidden)
     return found if scores is None else found | {"logits": scores}
 
@@ -143,7 +142,8 @@ def _places(view: StateView, writes: WriteSet) -> tuple[torch.Tensor, torch.Tens
     return view.tensor, places[places >= 0]
 
 
-def _read(views: Sequence[StateView], writes: WriteSet) -> Tensors:
+def read(views: Sequence[StateView], writes: WriteSet) -> Tensors:
+    """A copy of the state that the step writes."""
     found = {}
     for view in views:
         tensor, places = _places(view, writes)
@@ -151,7 +151,8 @@ def _read(views: Sequence[StateView], writes: WriteSet) -> Tensors:
     return found
 
 
-def _put(views: Sequence[StateView], writes: WriteSet, saved: Tensors) -> None:
+def put_back(views: Sequence[StateView], writes: WriteSet, saved: Tensors) -> None:
+    """Undo what the step wrote."""
     for view in views:
         tensor, places = _places(view, writes)
         tensor[_index(view, places)] = saved[view.name]

@@ -259,7 +259,8 @@ class Guard:
             saved = step.save(folder_for(self.policy.events_path))
         except OSError:
             self.count("shadow_files_lost")
-        reason = Reason.SHADOW_LOGITS if worst.name in ("logits", "hidden") else Reason.SHADOW_STATE
+        kinds = {"logits": Reason.SHADOW_LOGITS, "hidden": Reason.SHADOW_LOGITS, "choice": Reason.SHADOW_CHOICE}
+        reason = kinds.get(worst.name.rpartition(".")[2], Reason.SHADOW_STATE)
         where = {"plan_key": plan_key, "tensor": worst.name, "row": worst.row, "saved": str(saved or "")}
         self.violation(reason, where, f"{worst.name}: relative distance {worst.distance:.3g}, bar {worst.bar:.3g}")
         return False

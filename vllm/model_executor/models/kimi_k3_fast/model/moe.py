@@ -48,6 +48,12 @@ def route(
     return experts, weights * scaling
 
 
+def judge(logits: torch.Tensor, bias: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Selection scores s + bias, [T, k] each and sorted: of the experts `chosen` [T, k], and of the k best."""
+    score = torch.sigmoid(logits) + bias
+    return score.gather(-1, chosen).sort(dim=-1, descending=True).values, score.topk(chosen.shape[-1], dim=-1).values
+
+
 class Experts(nn.Module):
     """The routed experts of one layer, this rank's slice of every expert: `w13` [E, 2 i, L] as [gate | up], `w2` [E, L, i].
 
@@ -137,9 +143,7 @@ class SparseMoE(nn.Module):
             logits, self.correction_bias, c.experts_per_token, c.renormalize, c.routed_scaling_factor, self.imposed
         )
         if self.imposed is not None:
-            selection = torch.sigmoid(logits) + self.correction_bias
-            theirs = selection.gather(-1, self.imposed).sort(dim=-1, descending=True).values
-            self.judged = theirs, selection.topk(c.experts_per_token, dim=-1).values
+            self.judged = judge(logits, self.correction_bias, self.imposed)
         z = m if self.down_proj is None else self.down_proj(m)[0]
         r = self.experts(z, experts, weights).to(m.dtype)
         if get_tensor_model_parallel_world_size() > 1:
