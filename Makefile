@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-deps --no-compile --quiet
 PINNED := $(INSTALL) --require-hashes
 
-.PHONY: help install dev demo serve test lint format eval bench doctor lock clean
+.PHONY: help install dev demo serve test lint format eval record bench doctor lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,11 @@ format: dev ## let the formatter and linter rewrite what they can
 
 eval: dev ## score the trained tiny checkpoint on both paths and judge the difference
 	@$(PY) evals/two_arms.py $(CHECKPOINT) $(EVAL_ARGS)
+
+record: dev ## after a training run: write the model card, record the standard path's scores and the table of deliberate faults
+	@$(PY) train/card.py $(CHECKPOINT)
+	@$(PY) evals/two_arms.py $(CHECKPOINT) --record $(EVAL_ARGS)
+	@$(PY) evals/sensitivity.py $(CHECKPOINT) --record evals/sensitivity.json
 
 bench: dev ## fast and standard decode steps on this CPU, interleaved; writes a JSON and a plot
 	@$(PY) benchmarks/cpu_decode.py --out benchmarks/results/cpu_decode.json $(BENCH_ARGS)

@@ -99,3 +99,15 @@ def test_items_of_the_gate_are_repeatable_and_none_is_a_training_row() -> None:
     training = [tasks.retrieval_row(np.random.default_rng(1000 + w), 256, 1) for w in range(50)]
     asked = {json.dumps(tasks.messages(row, decode)[0]) for row in training}
     assert not asked & set(first["prompt"])
+
+
+def test_the_model_card_is_written_from_the_metrics_beside_it() -> None:
+    """A card that an earlier training run left would name other scores than those of the weights it lies with."""
+    from pathlib import Path
+
+    import card
+
+    folder = Path(__file__).parents[2] / "checkpoints" / "k3-tiny"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (folder / "README.md").read_text() == card.card(metrics, "checkpoints/k3-tiny")
+    assert metrics["weights_bytes"] == (folder / "model.safetensors").stat().st_size < 16e6
