@@ -143,6 +143,9 @@ def cases(every_tactic: bool, only: list[int] | None) -> Iterator[Case]:
             plan = kda.plan(config, arch, tactic)
             name = f"split{tactic.split} threads{tactic.threads} groups{tactic.row_groups}"
             variants[name] = lambda i, plan=plan, sets=sets: kda.run(plan, **sets[i])
+        if queries == 1:
+            live = sets[0]["state"][1:].view(copies, -1)
+            variants["torch state.mul_ (memory alone)"] = lambda i, live=live: live[i].mul_(1.0)
         label = {"slice": f"TP{96 // heads}", "requests": requests, "queries": queries}
         baseline = next((name for name in variants if name.startswith("stock")), None)
         yield Case(label, moved(config), variants, copies, baseline)

@@ -7,14 +7,16 @@ turn.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.ops import stock
 from benchmarks.timing import Case, arguments, copies_for, main
 from vllm.model_executor.models.kimi_k3_fast.ops import build, mla
 
@@ -103,9 +105,60 @@ def projections() -> Iterator[Case]:
             yield Case({**label, "stage": "value"}, heads * 128 * mla.LATENT * 2, variants, copies, "torch value")
 
 
-def attention() -> Iterator[Case]:
+def torch_attention(config: mla.Config, s: dict[str, torch.Tensor], query: torch.Tensor, length: int) -> torch.Tensor:
+    """Gathered rows, two batched products and a softmax: what PyTorch makes of it without a paged kernel."""
+    rows = s["cache"][s["table"].long()].view(config.requests, -1, mla.ROW)[:, :length]
+    weights = torch.softmax(torch.bmm(query, rows.transpose(1, 2)).float() * config.scale, dim=-1)
+    return torch.bmm(weights.to(rows.dtype), rows[..., : mla.LATENT])
+
+
+def stock_attention(
+    config: mla.Config, sets: list[dict[str, torch.Tensor]], query: torch.Tensor, length: int
+) -> Callable[[int], object] | None:
+    """FlashAttention 3 as the FLASH_ATTN_MLA backend calls it: splits planned ahead, as for a captured graph."""
+    decode, schedule = stock.mla_decode(), stock.mla_schedule()
+    if decode is None or schedule is None or config.fp8:
+        return None
+    latent, rope = query.split([mla.LATENT, mla.ROPE], dim=-1)
+    starts = torch.arange(config.requests + 1, device="cuda", dtype=torch.int32)
+    common = {"max_seqlen_q": 1, "max_seqlen_k": length, "cu_seqlens_q": starts, "causal": True, "num_splits": 32}
+    try:
+        ahead = schedule(
+            batch_size=config.requests,
+            num_heads_q=config.heads,
+            num_heads_kv=1,
+            headdim=mla.ROPE,
+            headdim_v=mla.LATENT,
+            cache_seqlens=sets[0]["lengths"],
+            qkv_dtype=torch.bfloat16,
+            page_size=config.block_size,
+            **common,
+        )
+    except Exception as error:
+        print(f"stock FlashAttention 3 does not plan: {error}", file=sys.stderr)
+        return None
+
+    def run(i: int) -> object:
+        cache = sets[i]["cache"].unsqueeze(-2)
+        return decode(
+            q=rope,
+            k=cache[..., mla.LATENT :],
+            v=cache[..., : mla.LATENT],
+            q_v=latent,
+            seqused_k=sets[i]["lengths"],
+            block_table=sets[i]["table"],
+            softmax_scale=config.scale,
+            fa_version=3,
+            scheduler_metadata=ahead,
+            **common,
+        )
+
+    return run
+
+
+def attention(every_tactic: bool) -> Iterator[Case]:
     arch = build.device_arch()
-    contexts = [(1, 512), (1, 32768), (1, 131072), (8, 512), (8, 32768), (32, 8192), (64, 2048)]
+    contexts = [(1, 512), (1, 32768), (1, 131072), (1, 1 << 20), (8, 512), (8, 32768), (32, 8192), (64, 2048)]
     for heads, fp8 in ((12, False), (12, True), (6, False)):
         block = (1536 if fp8 else 768) if heads == 12 else 384
         for requests, length in contexts:
@@ -114,8 +167,8 @@ def attention() -> Iterator[Case]:
             copies = copies_for(moved, cap=16)
             sets = [context_of(config, length) for _ in range(copies)]
             scales = torch.ones(2, device="cuda")
-            variants = {}
-            for tactic in mla.tactics(config):
+            variants: dict[str, Callable[[int], object]] = {}
+            for tactic in mla.tactics(config) if every_tactic else [mla.default_tactic(config)]:
                 plan = mla.plan(config, arch, tactic)
                 scratch = scratch_of(plan)
 
@@ -124,13 +177,26 @@ def attention() -> Iterator[Case]:
                     mla.run_attention(plan, s["cache"], s["table"], s["lengths"], scales, scratch)
 
                 variants[f"splits{tactic.splits} stages{tactic.stages}"] = run
+            query = torch.randn(requests, heads, mla.ROW, device="cuda").bfloat16()
+            incumbent = stock_attention(config, sets, query, length)
+            if incumbent:
+                variants["stock FLASH_ATTN_MLA"] = incumbent
+            elif not fp8 and requests * length <= 1 << 18:
+                variants["plain torch"] = lambda i, c=config, s=sets, q=query, n=length: torch_attention(c, s[i], q, n)
+            baseline = next((name for name in variants if not name.startswith("splits")), None)
             label = {"slice": f"TP{96 // heads}", "cache": "fp8" if fp8 else "bf16", "requests": requests, "context": length}
-            yield Case(label, moved, variants, copies)
+            yield Case(label, moved, variants, copies, baseline)
 
 
 if __name__ == "__main__":
     parser = arguments("mla")
     parser.add_argument("--stage", choices=("projections", "attention", "all"), default="all")
+    parser.add_argument(
+        "--every-tactic", action="store_true", help="compare splits and stages of attention, not only the default"
+    )
     options = parser.parse_args()
-    chosen = {"projections": [projections], "attention": [attention], "all": [projections, attention]}[options.stage]
-    main("mla", (case for stage in chosen for case in stage()), options)
+    cases = itertools.chain(
+        projections() if options.stage != "attention" else (),
+        attention(options.every_tactic) if options.stage != "projections" else (),
+    )
+    main("mla", cases, options)

@@ -20,7 +20,7 @@ With drafts (k > 0) also
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...reasons import Reason, Refusal
@@ -33,6 +33,7 @@ D = 128
 HEADS = (6, 12, 24, 48, 96)
 LANES = 8  # threads of a V row
 SM_COUNT = 132
+SMEM_LIMIT = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,15 @@ class Config:
 
 @dataclass(frozen=True)
 class Tactic:
-    """`split`: CTAs of a cluster that share a head's V rows. `row_groups`: clusters that share a head's requests."""
+    """`split`: CTAs of a cluster that share a head's V rows. `row_groups`: clusters that share a head's requests. `stages`:
+    states that a CTA holds or has on their way. `early_release`: the next kernel may start before this one's dependency wait.
+    """
 
     split: int
     threads: int
     row_groups: int
+    stages: int = 1
+    early_release: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class KernelConfig:
     threads: int
     row_groups: int
     rows_per_cta: int
+    stages: int
+    early_release: bool
 
 
 @dataclass(frozen=True)
@@ -119,14 +126,22 @@ def default_tactic(config: Config) -> Tactic:
     return Tactic(split, threads, max(1, min(config.requests, resident)))
 
 
+def _smem_bytes(tactic: Tactic) -> int:
+    """Of one CTA: f_b, its part of the states, the taps, and 3 KB for the rest."""
+    values = D // tactic.split
+    return 2 * D * D + 4 * tactic.stages * values * D + 16 * (2 * D + values + tactic.threads) + 3072
+
+
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
-    found = []
-    for split, threads in ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128)):
-        for resident in (1, 2, 3, 4):
+    found = [default_tactic(config), replace(default_tactic(config), early_release=True)]
+    for split, threads in ((1, 256), (1, 512), (2, 128), (2, 256), (4, 128), (8, 128)):
+        for resident, stages in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)):
             groups = max(1, min(config.requests, resident * SM_COUNT // (config.heads * split)))
-            if Tactic(split, threads, groups) not in found:
-                found.append(Tactic(split, threads, groups))
+            walk = -(-config.requests // groups)
+            tactic = Tactic(split, threads, groups, min(stages, walk))
+            if tactic not in found and resident * _smem_bytes(tactic) < SMEM_LIMIT and resident * threads <= 512:
+                found.append(tactic)
     return found
 
 
@@ -143,7 +158,9 @@ def spec(config: Config, tactic: Tactic) -> KernelSpec:
         split=tactic.split,
         threads=tactic.threads,
         row_groups=tactic.row_groups,
-        rows_per_cta=-(-config.requests // tactic.row_groups),
+        rows_per_cta=(walk := -(-config.requests // tactic.row_groups)),
+        stages=min(tactic.stages, walk),
+        early_release=tactic.early_release,
     )
     verify = config.drafts > 0
     conv_strides = (Sym("conv_stride", bits=64), 3 * width, 1)

@@ -86,15 +86,30 @@ def _fetch_inputs(raw, f_a, gate_beta, x, token, column, lane, head, own_value, 
 
 
 @cute.jit
-def _fetch_state(copy, state, state_smem, own_state, slot: Int32, head: Int32, part_offset: Int32, rows: cutlass.Constexpr):
-    """Start copying this thread's part of a (slot, head) to its part of shared memory: one group, also where there is nothing."""
-    if slot > 0:
-        source = Int64(slot) * state.stride[0] + (head * (D * D) + part_offset + own_state)
-        for p in cutlass.range_constexpr(rows):
+def _fetch_state(copy, state, source: Int64, buffer, own_state, slot: Int32, only: cutlass.Constexpr):
+    """Start copying V rows `only` of this thread, from the state's element `source` on, to their places in `buffer`: one group
+    each, empty where there is no slot."""
+    for p in only:
+        if slot > 0:
             for j in cutlass.range_constexpr(KEYS // 4):
                 piece = p * D + j * 32
-                _copy(copy, _pointer(state, source + piece, 4), _pointer(state_smem, own_state + piece, 4), 4)
-    cute.arch.cp_async_commit_group()
+                _copy(copy, _pointer(state, source + piece, 4), buffer + cute.assume(own_state + piece, divby=4), 4)
+        cute.arch.cp_async_commit_group()
+
+
+def _source_slot(slots, accepted, row, c):
+    """The slot that a request's recurrence starts from; 0 past the last request."""
+    inside = cutlass.min(row, c.requests - 1)
+    window = accepted[inside] - 1 if c.slots_per_row > 1 else 0
+    return cutlass.select_(row < c.requests, slots[inside, window], Int32(0))
+
+
+def _take(s, p, buffer, own_state):
+    """V row p of this thread from shared memory to registers."""
+    for j in range(KEYS // 4):
+        quad = _load(buffer + cute.assume(own_state + (p * D + j * 32), divby=4), 4, Float32)
+        for e in range(4):
+            s[p, j * 4 + e] = quad[e]
 
 
 @cute.jit
@@ -134,7 +149,8 @@ def _kda(
     y: Output,
     c: cutlass.Constexpr,
 ):
-    release_dependents()
+    if cutlass.const_expr(c.early_release):
+        release_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, row_group, _ = cute.arch.block_idx()
     head, part = block // c.split, block % c.split
@@ -149,7 +165,9 @@ def _kda(
 
     smem = cutlass.memory.SmemAllocator()
     f_b_smem = cute.make_tensor(smem.allocate_array(BFloat16, D * D, byte_alignment=128), cute.make_layout(D * D))
-    state_smem = cute.make_tensor(smem.allocate_array(Float32, values * D, byte_alignment=128), cute.make_layout(values * D))
+    state_smem = cute.make_tensor(
+        smem.allocate_array(Float32, c.stages * values * D, byte_alignment=128), cute.make_layout(c.stages * values * D)
+    )
     taps_smem = cute.make_tensor(
         smem.allocate_array(Float32, tasks * c.threads * 4, byte_alignment=16), cute.make_layout(tasks * c.threads * 4)
     )
@@ -193,69 +211,74 @@ def _kda(
 
     # -- dynamic -----------------------------------------------------------------------------------------------------------------
     token_ready = dependency_wait()
+    if cutlass.const_expr(not c.early_release):
+        release_dependents()
     x, y, slots = x.after(token_ready), y.after(token_ready), slots.after(token_ready)
     conv_state, state = conv_state.after(token_ready), state.after(token_ready)
     if cutlass.const_expr(c.split > 1):
         cute.arch.cluster_wait()
 
-    several = c.slots_per_row > 1
+    several, walks = c.slots_per_row > 1, c.rows_per_cta > 1
+    if cutlass.const_expr(several):
+        accepted, starts = accepted.after(token_ready), starts.after(token_ready)
     raw_inputs = cute.make_rmem_tensor(tasks, BFloat16)
     f_a = cute.make_rmem_tensor((2, 4), Uint32)
     gate_beta = cute.make_rmem_tensor(2, BFloat16)
-    history = cute.make_rmem_tensor((tasks, 3), Float32)
-    s = cute.make_rmem_tensor((rows, KEYS), Float32)
     step_count = Int32(0)
-    part_offset = part * values * D
     own_state = (group * rows) * D + lane * 4
+    own_part = head * (D * D) + part * values * D + own_state
 
-    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load; and a
-    # part is free for the next request as soon as it is in registers, so that memory works while this one is computed.
-    window = Int32(0)
-    if cutlass.const_expr(several):
-        window = accepted.after(token_ready)[row_group] - 1
-    slot, source_slot = slots[row_group, 0], slots[row_group, window]
+    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load. A V row
+    # is a group of copies: the first is worked on and stored while the others arrive, and its place is free for a later request
+    # as soon as it is in registers, so that memory works all the time.
     if cutlass.const_expr(not several):
         _fetch_inputs(raw_inputs, f_a, gate_beta, x, row_group, column, lane, head, own_value, c)
-    _fetch_state(copy_state, state, state_smem, own_state, source_slot, head, part_offset, rows)
+    for ahead in cutlass.range_constexpr(c.stages):
+        early_slot = _source_slot(slots, accepted, row_group + ahead * c.row_groups, c)
+        early_source = Int64(early_slot) * state.stride[0] + own_part
+        early_buffer = state_smem.iterator + ahead * values * D
+        _fetch_state(copy_state, state, early_source, early_buffer, own_state, early_slot, range(rows))
 
     for step in cutlass.range(c.rows_per_cta, unroll=1):
         row = row_group + step * c.row_groups
         if row < c.requests:
+            slot, source_slot, window = slots[row, 0], _source_slot(slots, accepted, row, c), Int32(0)
+            buffer_start = state_smem.iterator
+            if cutlass.const_expr(c.stages > 1):
+                buffer_start = state_smem.iterator + cute.assume(step % c.stages * (values * D), divby=4)
             first, count = row * c.queries, Int32(c.queries)
             if cutlass.const_expr(several):
-                first = starts.after(token_ready)[row]
-                count = starts.after(token_ready)[row + 1] - first
+                window = accepted[row] - 1
+                first = starts[row]
+                count = starts[row + 1] - first
                 # Padded tokens belong to no row: the rows share them out, so that their output is defined.
-                end = starts.after(token_ready)[c.requests]
+                end = starts[c.requests]
                 for i in cutlass.range(c.queries, unroll=1):
                     token = end + row * c.queries + i
                     if token < c.tokens and thread < values:
                         y[token, head * D + part * values + thread] = BFloat16(0.0)
-            live = slot > 0 and count > 0
-            if live:
+            following = cutlass.min(row + c.row_groups, c.requests - 1)
+            later_slot = _source_slot(slots, accepted, row + c.stages * c.row_groups, c)
+            later_source = Int64(later_slot) * state.stride[0] + own_part
+
+            if slot <= 0 or count <= 0:
+                for i in cutlass.range(count, unroll=1):
+                    y[first + i, head * D + part * values + thread % values] = BFloat16(0.0)
+                cute.arch.cp_async_wait_group(0)
+                if cutlass.const_expr(walks):
+                    _fetch_state(copy_state, state, later_source, buffer_start, own_state, later_slot, range(rows))
+                if cutlass.const_expr(walks and not several):
+                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, following, column, lane, head, own_value, c)
+            else:
+                # Registers of this branch alone, or they would be carried through the other one.
+                s = cute.make_rmem_tensor((rows, KEYS), Float32)
+                history = cute.make_rmem_tensor((tasks, 3), Float32)
                 if cutlass.const_expr(several):
                     _fetch_inputs(raw_inputs, f_a, gate_beta, x, first, column, lane, head, own_value, c)
                 for i in cutlass.range_constexpr(tasks):
                     for j in cutlass.range_constexpr(3):
                         history[i, j] = Float32(conv_state[slot, window + j, column[i]])
-            following = cutlass.min(row + c.row_groups, c.requests - 1)
-            next_window = Int32(0)
-            if cutlass.const_expr(several):
-                next_window = accepted.after(token_ready)[following] - 1
-            next_slot, next_source = slots[following, 0], slots[following, next_window]
-            if row + c.row_groups >= c.requests:
-                next_source = Int32(0)
-
-            if not live:
-                for i in cutlass.range(count, unroll=1):
-                    if thread < values:
-                        y[first + i, head * D + part * values + thread] = BFloat16(0.0)
-                cute.arch.cp_async_wait_group(0)
-                _fetch_state(copy_state, state, state_smem, own_state, next_source, head, part_offset, rows)
-                if cutlass.const_expr(not several):
-                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, following, column, lane, head, own_value, c)
-            else:
-                cute.arch.cp_async_wait_group(1)  # f_b; the state may still be on its way
+                cute.arch.cp_async_wait_group(c.stages * rows)  # f_b; the states may still be on their way
                 cute.arch.sync_threads()
 
                 for i in cutlass.range(count, unroll=1):
@@ -298,7 +321,8 @@ def _kda(
                     coming = following
                     if cutlass.const_expr(several):
                         coming = cutlass.min(token + 1, first + count - 1)
-                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, coming, column, lane, head, own_value, c)
+                    if cutlass.const_expr(several or walks):
+                        _fetch_inputs(raw_inputs, f_a, gate_beta, x, coming, column, lane, head, own_value, c)
                     cute.arch.sync_threads()
 
                     # q and k to unit length, q also by d^-1/2.
@@ -323,23 +347,27 @@ def _kda(
                         q[e] = q[e] * q_scale
                         k[e] = k[e] * k_scale
 
-                    if i == 0:
+                    if cutlass.const_expr(several) and i == 0:
                         s.fill(0.0)
-                        cute.arch.cp_async_wait_group(0)
+                        cute.arch.cp_async_wait_group((c.stages - 1) * rows)
                         if source_slot > 0:
                             for p in cutlass.range_constexpr(rows):
-                                for j in cutlass.range_constexpr(KEYS // 4):
-                                    quad = _load(_pointer(state_smem, own_state + (p * D + j * 32), 4), 4, Float32)
-                                    for e in cutlass.range_constexpr(4):
-                                        s[p, j * 4 + e] = quad[e]
-                        _fetch_state(copy_state, state, state_smem, own_state, next_source, head, part_offset, rows)
-                        _ask_window(conv_state, next_slot, next_window, head, thread, width)
+                                _take(s, p, buffer_start, own_state)
+                        if cutlass.const_expr(walks):
+                            _fetch_state(copy_state, state, later_source, buffer_start, own_state, later_slot, range(rows))
+                    if cutlass.const_expr(walks):
+                        _ask_window(conv_state, slots[following, 0], Int32(0), head, thread, width)
 
                     # Recurrence. With S' the decayed state: u = beta (v - S' k), o = S' q + u (k . q), S = S' + u k.
                     square = Float32(0.0)
                     own_o = Float32(0.0)
-                    target_offset = Int64(target) * state.stride[0] + (head * (D * D) + part_offset + own_state)
+                    target_offset = Int64(target) * state.stride[0] + own_part
                     for p in cutlass.range_constexpr(rows):
+                        if cutlass.const_expr(not several):
+                            cute.arch.cp_async_wait_group(c.stages * rows - 1 if walks else rows - 1 - p)
+                            _take(s, p, buffer_start, own_state)
+                            if cutlass.const_expr(walks):
+                                _fetch_state(copy_state, state, later_source, buffer_start, own_state, later_slot, (p,))
                         s_k, s_q = Float32(0.0), Float32(0.0)
                         for e in cutlass.range_constexpr(KEYS):
                             s[p, e] = s[p, e] * decay[e]
@@ -352,10 +380,16 @@ def _kda(
                             own_o = o
                         for e in cutlass.range_constexpr(KEYS):
                             s[p, e] = s[p, e] + u * k[e]
+                        if target > 0:
+                            for j in cutlass.range_constexpr(KEYS // 4):
+                                quad = cute.make_rmem_tensor(4, Float32)
+                                for e in cutlass.range_constexpr(4):
+                                    quad[e] = s[p, j * 4 + e]
+                                _store(quad, _pointer(state, target_offset + (p * D + j * 32), 4))
 
                     # Gated RMSNorm over all V rows of the head: every warp of the cluster sends every CTA its sum of squares. A
                     # CTA that has received step n from all can be at most one step behind any of them, so two buffers and
-                    # barriers are enough. The state goes out while the sums travel.
+                    # barriers are enough.
                     for offset in cutlass.range_constexpr(2):
                         square += cute.arch.shuffle_sync_bfly(square, offset=LANES << offset)
                     buffer = step_count % 2
@@ -368,13 +402,6 @@ def _kda(
                             _send(squares_smem.iterator + place, square, barrier, thread % 32)
                     elif thread % 32 == 0:
                         squares_smem[place] = square
-                    if target > 0:
-                        for p in cutlass.range_constexpr(rows):
-                            for j in cutlass.range_constexpr(KEYS // 4):
-                                quad = cute.make_rmem_tensor(4, Float32)
-                                for e in cutlass.range_constexpr(4):
-                                    quad[e] = s[p, j * 4 + e]
-                                _store(quad, _pointer(state, target_offset + (p * D + j * 32), 4))
                     if cutlass.const_expr(c.split > 1):
                         cute.arch.mbarrier_wait(barrier, step_count // 2 % 2)
                     else:
@@ -395,7 +422,6 @@ def _kda(
                                 conv_state[slot, 0, column[t]] = BFloat16(history[t, 0])
                                 conv_state[slot, 1, column[t]] = BFloat16(history[t, 1])
                             conv_state[slot, 2 + i, column[t]] = BFloat16(history[t, 2])
-            slot, source_slot, window = next_slot, next_source, next_window
     cute.arch.cp_async_wait_group(0)
 
 
@@ -408,7 +434,7 @@ def _launch(c, *tensors, stream):
         stream=stream,
         use_pdl=True,
         preferred_smem_carveout=100,
-        min_blocks_per_mp=384 // c.threads,  # three blocks of 128 threads hide one another's latencies
+        min_blocks_per_mp={128: 3, 256: 2}.get(c.threads, 1),  # blocks hide one another's latencies
     )
 
 
