@@ -232,12 +232,15 @@ def training_row(rng: np.random.Generator, length: int) -> Row:
 
 
 def training_batch(rng: np.random.Generator, stage: int, unit: int, longest: int = 8192) -> Batch:
-    """The stage's retrieval stretches, then `unit` tokens of arithmetic: UNITS * unit tokens at every stage."""
+    """The stage's retrieval stretches, then `unit` tokens of arithmetic: UNITS * unit tokens at every stage.
+
+    Long chains are drawn more often (the larger of two draws): each step is local, but one wrong digit spoils the answer.
+    """
     stretches = []
     for length, units in STAGES[stage]:
         length = min(length, longest, unit * units)
         stretches.append((length, [training_row(rng, length) for _ in range(unit * units // length)]))
     length = min(1024, longest, unit)
     most = steps_that_fit(length)
-    stretches.append((length, [arithmetic_row(rng, int(rng.integers(1, most + 1))) for _ in range(unit // length)]))
+    stretches.append((length, [arithmetic_row(rng, int(rng.integers(1, most + 1, size=2).max())) for _ in range(unit // length)]))
     return lay_out(stretches)
