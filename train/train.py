@@ -387,7 +387,8 @@ def main() -> None:
     metrics = {
         "scores": scores, "weights_bytes": size, "steps": step, "tokens": step * tasks.UNITS * args.unit, "seed": args.seed,
         "minutes": round((time.monotonic() - begun) / 60, 2), "kda_backend": backend, "compiled": compiled,
-        "resumed_from": args.resume.name if args.resume else None, "arguments": {k: v.name if isinstance(v, Path) else str(v) for k, v in vars(args).items()},
+        "resumed_from": args.resume.name if args.resume else None,
+        "arguments": {k: v.name if isinstance(v, Path) else str(v) for k, v in vars(args).items()},
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "torch": torch.__version__, "python": platform.python_version(), "curve": curve,
     }  # fmt: skip
