@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -34,16 +35,27 @@ def step(tmp_path):
         caches.latent.view(-1, 10)[[5, 18]] = x[:, :10]
         return (x + caches.state[[2, 4]].flatten(1)[:, :16]) * (1 + fault)
 
-    def run(fault: float = 0.0, state_fault: float = 0.0) -> torch.Tensor:
-        def fast() -> torch.Tensor:
+    def run(fault: float = 0.0, state_fault: float = 0.0, chosen: float = 0.7) -> torch.Tensor:
+        """`chosen`: score of the expert that the fast side took, where the standard side's own has 0.7."""
+
+        def fast(choices: list[torch.Tensor]) -> torch.Tensor:
+            choices.append(torch.tensor([[1], [0]]))
             hidden = forward(fault)
             caches.state[4] += state_fault
             return hidden
 
-        both = watch.run_both(views, writes, fast, lambda: forward(0.0), lambda hidden: hidden * 2)
+        @contextmanager
+        def impose(choices):
+            assert [choice.tolist() for choice in choices] == [[[1], [0]]]
+            yield {"layers.0.choice": torch.full((2, 1), chosen)}, {"layers.0.choice": torch.full((2, 1), 0.7)}
+
+        before = {name: tensor.clone() for name, tensor in vars(caches).items()}
+        both = watch.run_both(views, writes, fast, lambda nudge: forward(nudge), lambda hidden: hidden * 2, impose)
+        for name, tensor in before.items():
+            assert torch.equal(getattr(caches, name), tensor), f"{name}: not put back"
         agreed = watch.shadowed(guard, "decode/t2", views, both, lambda: {"input_ids": torch.tensor([1, 2])}, {})
-        assert agreed == (fault == state_fault == 0.0)
-        return both.hidden
+        assert agreed == (fault == state_fault == 0.0 and chosen == 0.7)
+        return forward(0.0)
 
     return guard, caches, forward, run
 
@@ -64,8 +76,12 @@ def test_the_step_leaves_what_one_standard_step_leaves(step):
 
 @pytest.mark.parametrize(
     ("faults", "reason", "tensor"),
-    [((1e-2, 0.0), "shadow_logits", ("hidden", "logits")), ((0.0, 1e-2), "shadow_state", ("layers.0.state",))],
-    ids=["output off by 1e-2", "state off by 1e-2"],
+    [
+        ((1e-2, 0.0), "shadow_logits", ("hidden", "logits")),
+        ((0.0, 1e-2), "shadow_state", ("layers.0.state",)),
+        ((0.0, 0.0, 0.69), "shadow_choice", ("layers.0.choice",)),
+    ],
+    ids=["output off by 1e-2", "state off by 1e-2", "a worse expert"],
 )
 def test_a_fault_of_the_fast_side_is_named_and_does_not_reach_the_caller(step, faults, reason, tensor):
     guard, caches, forward, run = step
@@ -95,7 +111,13 @@ def test_a_snapshot_holds_what_the_step_read_and_nothing_else(step):
         "mla": CacheRows(torch.tensor([5, 18]), torch.tensor([[3, 1, 0], [4, 5, 0]]), torch.tensor([6, 3]), 6),
     }
     chosen = [torch.tensor([[7, 3], [0, 1]])]
-    both = watch.run_both(views, writes, lambda: forward(0.0), lambda: forward(0.0), lambda hidden: None, chosen)
+
+    def fast(choices: list[torch.Tensor]) -> torch.Tensor:
+        choices.extend(chosen)
+        return forward(0.0)
+
+    impose = lambda choices: nullcontext(({}, {}))  # noqa: E731
+    both = watch.run_both(views, writes, fast, lambda nudge: forward(nudge), lambda hidden: None, impose)
     kept = watch.snapshot(views, ["kda", "mla"], tensors, torch.tensor([11, 12]), both)
     assert torch.equal(kept["choices.0"], chosen[0])
     assert kept["groups.0.slots"].tolist() == [1, 2]

@@ -62,19 +62,29 @@ def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guar
     saved = shadow.Step.load(where["saved"])
     assert torch.equal(saved.inputs["input_ids"], inputs["input_ids"])
     standard = step(dtype, "whole")
-    still = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves", fault, row), standard, standard))
+
+    def rerun(fast: dict, standard: dict) -> shadow.Replay:
+        return shadow.replay(where["saved"], lambda saved: shadow.Rerun(fast, standard, standard, standard))
+
+    still = rerun(step(dtype, "halves", fault, row), standard)
     assert not still.within and all(d.within for d in still.reproduced)
-    repaired = shadow.replay(where["saved"], lambda saved: (step(dtype, "halves"), standard, standard))
+    repaired = rerun(step(dtype, "halves"), standard)
     assert repaired.within and not all(d.within for d in repaired.saved)
-    elsewhere = shadow.replay(where["saved"], lambda saved: (saved.fast, saved.fast, saved.fast))
+    elsewhere = rerun(saved.fast, saved.fast)
     assert not elsewhere.within, "two sides that agree on other numbers than the server's prove nothing"
 
 
-def test_the_yardstick_of_a_float64_run_replaces_the_model_of_the_error():
-    exact = step(torch.float64, "whole")
-    standard = step(torch.bfloat16, "whole")
-    found = shadow.compare(step(torch.bfloat16, "halves"), standard, DEPTH, {n: t for n, t in exact.items()})
-    assert all(difference.within for difference in found)
+def test_a_row_that_amplifies_its_input_gets_a_higher_bar_and_no_other_row_does():
+    """A distance is within where the standard path itself moves as far for one rounding of its input, and past it elsewhere."""
+    standard = step(torch.float32, "whole")
+    moved = {name: tensor.clone() for name, tensor in standard.items()}
+    moved["logits"][1] *= 1 + 1e-4
+    for nudged_row, expected in ((1, True), (2, False)):
+        nudged = {name: tensor.clone() for name, tensor in standard.items()}
+        nudged["logits"][nudged_row] *= 1 + 1e-4
+        found = {d.name: d for d in shadow.compare(moved, standard, DEPTH, nudged)}
+        assert found["logits"].within == expected
+        assert expected or found["logits"].row == 1
 
 
 def test_a_nan_on_one_side_only_is_past_every_bar(guard):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .views import Backbone
 logger = logging.getLogger(__name__)
 
 Layers = Sequence[tuple[str, Any]]  # name in vLLM's metadata, and the layer that owns `kv_cache`
-Impose = Callable[[list[torch.Tensor]], AbstractContextManager[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]]
+Standard = Callable[[float], torch.Tensor]  # the whole step on the standard path, with noise of that relative size on its input
 
 
 class FastPathRequired(RuntimeError):
@@ -51,7 +51,7 @@ class FastPath:
         mutations: Sequence[Mutation] = (),
         logits: Callable[[torch.Tensor], torch.Tensor | None] = lambda hidden: None,
         origin: Mapping[str, Any] | None = None,
-        impose: Impose = lambda choices: nullcontext(({}, {})),
+        impose: watch.Impose = lambda choices: nullcontext(({}, {})),
     ) -> None:
         self.guard: Guard = guards.current()
         self.settings = settings
@@ -70,18 +70,18 @@ class FastPath:
             reasons = "\n".join(f"  - {r}. {r.reason.action}" for r in self.refusals)
             raise FastPathRequired(f"mode is 'require' and this deployment cannot take the fast path:\n{reasons}")
 
-    def forward(self, input_ids: torch.Tensor | None, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One step on the path that is planned for it. `standard` runs the whole step on the standard path."""
+    def forward(self, input_ids: torch.Tensor | None, standard: Standard) -> torch.Tensor:
+        """One step on the path that is planned for it."""
         try:
             return self._forward(input_ids, standard)
         except BaseException:
             self.guard.abandon_step()
             raise
 
-    def _forward(self, input_ids: torch.Tensor | None, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _forward(self, input_ids: torch.Tensor | None, standard: Standard) -> torch.Tensor:
         step = metadata.attention_metadata()
         if step is None or input_ids is None:
-            return standard()
+            return standard(0.0)
         self._follow_binding(step)
         rows = step[self.layers[0][0]].rows
         key = metadata.step_key(rows, input_ids.shape[0], self.generation)
@@ -92,44 +92,35 @@ class FastPath:
             writes = watch.write_set(tensors, self._groups)
             self.guard.close_step(Path.FAST, (), decided.key, key.requests, key.tokens, key.tokens, 0, writes)
         else:
-            hidden = standard()
+            hidden = standard(0.0)
             self.guard.close_step(Path.STANDARD, decided, None, key.requests, key.tokens, key.tokens - key.prompt_tokens, 0)
         return hidden
 
-    def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The fast step; where the guard wants it compared, the standard one after it, whose numbers and state then stay."""
+    def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Standard) -> torch.Tensor:
+        """The fast step. Where the guard wants it compared: both paths, then the standard one for good, whichever was right."""
         assert self._executor is not None
         if not self.guard.begin_writes():
             return self._executor.run(planned, input_ids, tensors)
         both = self._both(planned, input_ids, tensors, standard)
         inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both)  # noqa: E731
-        if watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin):
-            return both.hidden
-        watch.put_back(self._state, watch.write_set(tensors, self._groups), both.before)
-        return standard()  # with experts of its own choice: those that the fast side chose may be what was wrong
+        watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
+        return standard(0.0)
 
-    def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
+    def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Standard) -> watch.Both:
         executor = self._executor
         assert executor is not None
-        writes = watch.write_set(tensors, self._groups)
-        choices: list[torch.Tensor] = []
-        judged: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
 
-        def fast() -> torch.Tensor:
+        def fast(choices: list[torch.Tensor]) -> torch.Tensor:
             executor.choices = choices
             try:
                 return executor.run(planned, input_ids, tensors)
             finally:
                 executor.choices = None
 
-        def same_choices() -> torch.Tensor:
-            nonlocal judged
-            with self.impose(choices) as judged:
-                return standard()
+        writes = watch.write_set(tensors, self._groups)
+        return watch.run_both(self._state, writes, fast, standard, self.logits, self.impose)
 
-        return watch.run_both(self._state, writes, fast, same_choices, self.logits, choices, lambda: judged)
-
-    def compare(self, input_ids: torch.Tensor, step: Any, standard: Callable[[], torch.Tensor]) -> watch.Both:
+    def compare(self, input_ids: torch.Tensor, step: Any, standard: Standard) -> watch.Both:
         """The step of this attention metadata on both paths, unrecorded. Raises ValueError with every reason where it is not
         planned fast."""
         self._follow_binding(step)
@@ -138,11 +129,10 @@ class FastPath:
             raise ValueError(f"expected a step that the fast path takes, found {'; '.join(map(str, decided))}")
         return self._both(decided, input_ids, metadata.step_tensors(step, self._groups), standard)
 
-    def outcome(self, step: Any, standard: Callable[[], torch.Tensor], choices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def outcome(self, step: Any, standard: Standard, choices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the standard path makes of the step of this attention metadata with these experts chosen, unrecorded."""
-        self._follow_binding(step)
         with self.impose(choices) as (_, own):
-            hidden = standard()
+            hidden = standard(0.0)
         writes = watch.write_set(metadata.step_tensors(step, self._groups), self._groups)
         return watch.outcome(hidden, self._state, writes, self.logits) | own
 

@@ -20,8 +20,6 @@ from ..guard import shadow
 from ..model.backend import NULL_BLOCK, KDAMetadata, MLAMetadata, StepRows
 from ..settings import KEY, load
 
-Tensors = Mapping[str, torch.Tensor]
-
 
 def origin(vllm_config: VllmConfig) -> dict[str, Any]:
     """What `run` needs to load this deployment's model again, as plain values."""
@@ -36,29 +34,24 @@ def origin(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def run(step: shadow.Step) -> tuple[Tensors, Tensors, Tensors]:
-    """What the fast and the standard side of a saved step come to now, and the standard side with the experts that were chosen
-    then. Raises ValueError where the step cannot be run here."""
+def run(step: shadow.Step) -> shadow.Rerun:
+    """Raises ValueError where the step cannot be run here."""
     if step.origin.get("tensor_parallel") != 1 or "groups" not in step.origin:
         raise ValueError(
             f"expected a step of one rank, with the model it belongs to, found {step.origin or 'no model'}: "
             "reproduce it with --tensor-parallel-size 1, or compare the saved tensors"
         )
     model = _load(step.origin)
+    metadata = _bind(model, step)
     ids = step.inputs["input_ids"]
     choices = [step.inputs[name] for name in step.inputs if name.startswith("choices.")]
 
-    def standard() -> torch.Tensor:
-        return model.forward_standard(ids)
+    def standard(nudge: float) -> torch.Tensor:
+        return model.forward_standard(ids, nudge=nudge)
 
-    with torch.inference_mode():
-        metadata = _bind(model, step)
-        with override_forward_context(SimpleNamespace(attn_metadata=metadata)):
-            both = model.fast.compare(ids, metadata, standard)
-        metadata = _bind(model, step)
-        with override_forward_context(SimpleNamespace(attn_metadata=metadata)):
-            again = model.fast.outcome(metadata, standard, choices)
-    return both.fast, both.standard, again
+    with torch.inference_mode(), override_forward_context(SimpleNamespace(attn_metadata=metadata)):
+        both = model.fast.compare(ids, metadata, standard)
+        return shadow.Rerun(both.fast, both.standard, both.nudged, model.fast.outcome(metadata, standard, choices))
 
 
 def _load(origin: Mapping[str, Any]) -> Any:

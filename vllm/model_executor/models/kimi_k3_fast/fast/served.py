@@ -61,9 +61,16 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
     ) -> torch.Tensor:
         """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm."""
         ids = input_ids if inputs_embeds is None else None
-        return self.fast.forward(ids, lambda: self.forward_standard(input_ids, inputs_embeds))
+        return self.fast.forward(ids, lambda nudge: self.forward_standard(input_ids, inputs_embeds, nudge))
 
-    def forward_standard(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
-        """The same on the standard path, whatever was planned."""
+    def forward_standard(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None, nudge: float = 0.0
+    ) -> torch.Tensor:
+        """The same on the standard path, whatever was planned; `nudge`: relative size of noise on the embeddings, alike on all
+        ranks."""
         assert input_ids is not None or inputs_embeds is not None
-        return self.model(self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds)
+        embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        if nudge:
+            noise = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(0))
+            embedded = (embedded * (1 + nudge * noise)).to(embedded.dtype)
+        return self.model(embedded)

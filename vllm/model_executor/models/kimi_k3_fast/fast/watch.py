@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..guard import Guard, StateView, WriteSet
+from ..guard.shadow import own_error
 from .executor import StateSlots, StepTensors
 from .views import Backbone, Kda
 
@@ -43,39 +45,50 @@ def write_set(tensors: StepTensors, groups: Sequence[str]) -> WriteSet:
     return WriteSet(slots=slots, rows=rows)
 
 
+Judged = tuple[Tensors, Tensors]
+Impose = Callable[[list[torch.Tensor]], AbstractContextManager[Judged]]  # see `model.moe.imposed`
+
+
 @dataclass(frozen=True)
 class Both:
     """One step run on both paths from one state. `before`: that state, where the step writes; `choices`: the experts [T, k] that
-    the fast side chose, layer by layer; `fast`, `standard`: what each side returned and wrote, by name; `hidden`: the standard
-    side's hidden states."""
+    the fast side chose, layer by layer; `fast`, `standard`, `nudged`: what each side returned and wrote, by name, behind these
+    choices."""
 
-    hidden: torch.Tensor
     before: Tensors
-    choices: Sequence[torch.Tensor]
+    choices: list[torch.Tensor]
     fast: Tensors
     standard: Tensors
+    nudged: Tensors
 
 
 def run_both(
     views: Sequence[StateView],
     writes: WriteSet,
-    fast: Callable[[], torch.Tensor],
-    standard: Callable[[], torch.Tensor],
+    fast: Callable[[list[torch.Tensor]], torch.Tensor],
+    standard: Callable[[float], torch.Tensor],
     logits: Callable[[torch.Tensor], torch.Tensor | None],
-    choices: Sequence[torch.Tensor] = (),
-    judged: Callable[[], tuple[Tensors, Tensors]] = lambda: ({}, {}),
+    impose: Impose,
 ) -> Both:
-    """Run a step fast, put its state back, and run it standard, whose state stays.
+    """Run a step fast, standard behind the fast side's choices, and once more with a nudge; the state is put back after each.
 
-    choices: filled by the fast side. judged: asked after both, what to compare of them (see `model.moe.imposed`).
+    fast: fills the list with its choices. standard: given the relative size of the noise on its input. Nothing here depends on
+    what comes out, so that the ranks of a tensor-parallel group stay in step.
     """
     before = read(views, writes)
-    found = outcome(fast(), views, writes, logits)
+    choices: list[torch.Tensor] = []
+    hidden = fast(choices)
+    found = outcome(hidden, views, writes, logits)
     put_back(views, writes, before)
-    hidden = standard()
-    expected = outcome(hidden, views, writes, logits)
-    theirs, own = judged()
-    return Both(hidden, before, choices, found | theirs, expected | own)
+    sides = []
+    for nudge in (0.0, own_error(hidden.dtype)):
+        with impose(choices) as (theirs, own):
+            hidden = standard(nudge)
+        sides.append(outcome(hidden, views, writes, logits) | own)
+        put_back(views, writes, before)
+        if not nudge:
+            found |= theirs
+    return Both(before, choices, found, *sides)
 
 
 def shadowed(
@@ -89,7 +102,7 @@ def shadowed(
     """Let the guard compare the two sides. True if they agree."""
     last = 1 + max(view.layer for view in views)
     depth = {name: int(name.split(".")[1]) if name.startswith("layers.") else last for name in both.fast}
-    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, origin=origin)
+    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, both.nudged, origin)
 
 
 def snapshot(

@@ -236,23 +236,24 @@ class Guard:
         standard: Mapping[str, torch.Tensor],
         inputs: Callable[[], Mapping[str, torch.Tensor]],
         depth: Mapping[str, int],
-        exact: Mapping[str, torch.Tensor] | None = None,
+        nudged: Mapping[str, torch.Tensor] | None = None,
         origin: Mapping[str, Any] | None = None,
     ) -> bool:
         """Compare a fast step with the standard path: tensors [rows, ...] by name, `logits` (or hidden states) and every state
         written. Past the bar: a violation, and the step is saved for `k3fast replay-step` with what `inputs` returns (asked
-        only then, since it may be large) and `origin`, plain values that name the model. True if all stay within."""
+        only then, since it may be large) and `origin`, plain values that name the model. True if all stay within. `nudged`: see
+        `shadow.compare`."""
         from .shadow import Step, compare, folder_for
 
         self.count("shadow_steps")
-        found = compare(fast, standard, depth, exact)
+        found = compare(fast, standard, depth, nudged)
         self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
         worst = max((d for d in found if not d.within), key=lambda d: d.distance / d.bar, default=None)
         if worst is None:
             return True
         saved = None
         try:
-            sides = {"inputs": dict(inputs()), "fast": dict(fast), "standard": dict(standard)}
+            sides = {"inputs": dict(inputs()), "fast": dict(fast), "standard": dict(standard), "nudged": dict(nudged or standard)}
             step = Step(
                 plan_key, self.step, **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=dict(origin or {})
             )

@@ -1,9 +1,9 @@
 """Shadow: a fast step against the same step on the standard path, by what it returned and every state it wrote.
 
-The bar is PyTorch's own error in the tensor's dtype. Each matrix product rounds its result; `own_error` measures by how
-much, against float64 on the same rounded inputs. A tensor behind n such roundings may differ between two correct
-implementations by the square root of n as much, times a margin. Where the caller has a float64 result of the step, the
-standard path's distance from it is the yardstick.
+The bar is PyTorch's own error in the tensor's dtype. Each matrix product rounds its result; `own_error` measures by how much,
+against float64 on the same rounded inputs. A tensor behind n such roundings may differ between two correct implementations by
+the square root of n as much, times a margin. Some requests amplify what they are given (a near-cancellation, a steep gate): the
+standard path run once more with its input changed by one such rounding shows by how much, row by row, and lifts the bar there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,7 +51,7 @@ def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor: its relative RMS distance (the worst row's), the bar, and whether it stays within."""
+    """One tensor: the relative RMS distance of the row that is furthest for its bar, that bar, and whether it stays within."""
 
     name: str
     distance: float
@@ -63,10 +63,10 @@ class Difference:
         return self.distance <= self.bar
 
 
-def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], exact: Tensors | None = None) -> list[Difference]:
+def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: Tensors | None = None) -> list[Difference]:
     """Every named tensor [rows, ...], row by row: a fault in one request must not drown in the others.
 
-    depth: layers before the tensor (0: none). exact: a float64 run of the same step, the yardstick where given.
+    depth: layers before the tensor (0: none). nudged: the standard side again from an input that `own_error` was added to.
     Raises ValueError unless both sides hold the same names and shapes.
     """
     if set(fast) != set(standard):
@@ -78,14 +78,20 @@ def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], exact: T
             raise ValueError(
                 f"shadow {name}: expected {theirs.dtype} {tuple(theirs.shape)}, found {ours.dtype} {tuple(ours.shape)}"
             )
-        distances = [relative_rms(a, b) for a, b in zip(_rows(ours), _rows(theirs), strict=True)]
-        row = max(range(len(distances)), key=distances.__getitem__, default=0)
-        roundings = 1 + ROUNDINGS_PER_LAYER * depth.get(name, 0)
-        bar = MARGIN * own_error(_computed_in(ours.dtype, fast)) * math.sqrt(roundings)
-        if exact is not None:
-            bar = max(bar / math.sqrt(roundings), MARGIN * relative_rms(theirs, exact[name]))
-        found.append(Difference(name, distances[row] if distances else 0.0, bar, row))
+        distances = _distances(ours, theirs)
+        own = own_error(_computed_in(ours.dtype, fast))
+        units = [max(own, d) for d in _distances(nudged[name], theirs)] if nudged else [own] * len(distances)
+        allowed = MARGIN * math.sqrt(1 + ROUNDINGS_PER_LAYER * depth.get(name, 0))
+        row = max(range(len(distances)), key=lambda i: distances[i] / units[i], default=None)
+        if row is None:
+            found.append(Difference(name, 0.0, allowed * own, 0))
+        else:
+            found.append(Difference(name, distances[row], allowed * units[row], row))
     return found
+
+
+def _distances(ours: torch.Tensor, theirs: torch.Tensor) -> list[float]:
+    return [relative_rms(a, b) for a, b in zip(_rows(ours), _rows(theirs), strict=True)]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,6 +112,7 @@ class Step:
     inputs: dict[str, torch.Tensor]
     fast: dict[str, torch.Tensor]
     standard: dict[str, torch.Tensor]
+    nudged: dict[str, torch.Tensor]
     depth: dict[str, int]
     settings: dict[str, Any]
     origin: dict[str, Any]
@@ -118,7 +125,7 @@ class Step:
             return None
         sides = {
             side: {name: tensor.detach().to("cpu").clone() for name, tensor in getattr(self, side).items()}
-            for side in ("inputs", "fast", "standard")
+            for side in ("inputs", "fast", "standard", "nudged")
         }
         torch.save({"schema": SCHEMA, **{**asdict_shallow(self), **sides}}, path)
         return path
@@ -155,15 +162,24 @@ class Replay:
         return all(difference.within for difference in (*self.again, *self.reproduced))
 
 
-def replay(path: Path, run: Callable[[Step], tuple[Tensors, Tensors, Tensors]]) -> Replay:
-    """Run a saved step again; `run` gives what its fast and its standard side come to on a loaded model, and the standard side
-    with the discrete choices of then."""
+class Rerun(NamedTuple):
+    """What the sides of a saved step come to on a loaded model; `reproduced` is the standard side with the discrete choices that
+    the fast side made then, the others follow its choices of now."""
+
+    fast: Tensors
+    standard: Tensors
+    nudged: Tensors
+    reproduced: Tensors
+
+
+def replay(path: Path, run: Callable[[Step], Rerun]) -> Replay:
+    """Run a saved step again with `run`, and compare."""
     step = Step.load(path)
-    fast, standard, reproduced = run(step)
+    now = run(step)
     return Replay(
-        compare(step.fast, step.standard, step.depth),
-        compare(fast, standard, step.depth),
-        compare(reproduced, step.standard, step.depth),
+        compare(step.fast, step.standard, step.depth, step.nudged),
+        compare(now.fast, now.standard, step.depth, now.nudged),
+        compare(now.reproduced, step.standard, step.depth, step.nudged),
     )
 
 
