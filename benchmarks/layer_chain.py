@@ -7,7 +7,8 @@ the model. The time of a layer is the graph's median over LAYERS; launches are c
     python benchmarks/layer_chain.py --json OUT [--slices 8,16] [--batches 1,8] [--timeline DIR]
 
 `--tactics` compares ways to cut the four matmuls in one run: "default;p128;k4 d8 r2 p64" measures three chains. A letter sets a
-field of `Tactic` (LETTERS), the others stay as the default has them; `--compile ARCH` compiles all kernels and needs no GPU.
+field of `Tactic` (LETTERS), `g1` makes one group of every tile of rows, the other fields stay as the default has them.
+`--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits its processes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.ops.ahead import compile_all
 from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE
 
 D, LATENT, EXPERTS, TOP_K, HEAD = 7168, 3584, 896, 16, 128
 LAYERS = 4
@@ -112,18 +114,27 @@ def matmuls(s: Slice, batch: int) -> dict[str, Any]:
 
 
 def cut(op: Any, config: Any, text: str, arch: str) -> Any:
-    """The config with the tactic that `text` describes: "default", or fields by letter, such as "k4 d8". More splits mean fewer
-    groups; row warps are as many as the rows need, unless given. A matmul that cannot be cut so keeps its default.
+    """The config with the tactic that `text` describes: "default", or fields by letter, such as "k4 d8". `g2` makes groups of two
+    tiles, as many as the rows need. More splits mean fewer groups; row warps are as many as the rows need, unless given. A matmul
+    that cannot be cut so keeps its default.
     """
     if text == "default":
         return config
-    fields = {LETTERS[word[0]]: int(word[1:]) for word in text.split()}
+    values = {word[0]: int(word[1:]) for word in text.split()}
+    tiles = values.pop("g", None)
+    fields = {LETTERS[letter]: value for letter, value in values.items()}
     first = config.shape.tactic
     groups = first.groups * first.splits // fields.get("splits", first.splits)
-    for row_warps in [fields["row_warps"]] if "row_warps" in fields else range(1, 9):
-        found = replace(config, tactic=replace(first, **{**fields, "groups": groups, "row_warps": row_warps}))
-        if op.unavailable_reason(found, arch) is None:
-            return found
+    if tiles:
+        fields = {"tiles": tiles, "row_warps": 1, "splits": 1, "prefetch": 0, "stages": 0, **fields}
+        rows = sum(config.rows) if isinstance(config.rows, tuple) else config.rows
+        groups = -(-rows // (TILE * fields["tiles"] * fields["row_warps"]))
+    row_warps = [fields["row_warps"]] if "row_warps" in fields else range(1, 9)
+    for more in range(4 if tiles else 1):  # a matrix among several may need a group more than its share
+        for warps in row_warps:
+            found = replace(config, tactic=replace(first, **{**fields, "groups": groups + more, "row_warps": warps}))
+            if op.unavailable_reason(found, arch) is None:
+                return found
     print(f"no {text!r} for {config}: {op.unavailable_reason(found, arch)}", flush=True)
     return config
 

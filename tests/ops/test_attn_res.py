@@ -64,7 +64,7 @@ def test_refuses_what_it_cannot_compute() -> None:
         assert op.unavailable_reason(replace(SMALL[0], **change), "sm_90a").reason is Reason.OP_SHAPE
 
 
-@pytest.mark.parametrize("config", [*SMALL, op.Config(1, 7168, 8, True)], ids=str)
+@pytest.mark.parametrize("config", [*SMALL[:2], op.Config(1, 7168, 8, True)], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, fresh_store: build.Store) -> None:
     (record,) = build.ensure(op.spec(config), arch).glob("*.json")
     assert json.loads(record.read_text())["stack"] == 0
@@ -82,8 +82,8 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], before: dict[str, t
     "config",
     [
         *SMALL,
-        *(op.Config(t, 7168, *form[:3], normalise=form[3]) for form in FORMS for t in (1, 5, 64)),
-        *(op.Config(2, 7168, 8, True, blocks=b) for b in (1, 2, 7, 8)),
+        *(op.Config(t, 7168, *form[:3], normalise=form[3]) for form, t in zip(FORMS, (1, 5, 64, 5, 1, 64, 5), strict=True)),
+        *(op.Config(2, 7168, 8, True, blocks=b) for b in (1, 7)),
     ],
     ids=str,
 )

@@ -84,9 +84,7 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "config", [*SMALL, *(op.Config(t, 7168, 896, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str
-)
+@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 896, 3584, 768) for t in (1, 16, 64))], ids=str)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 40.0)):  # the second saturates SiTU
@@ -96,7 +94,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 7168, 896, 3584, 768), op.Config(16, 7168, 896, 3584, 768)], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 7168, 896, 3584, 768)], ids=str)
 def test_replay_sees_changed_inputs(config: op.Config) -> None:
     plan, case, out = op.plan(config, build.device_arch()), _case(config, 2), _outputs(config)
     replay_with(lambda: op.run(plan, **case, **out), case, {"m": _case(config, 3)["m"]}, list(out.values()))
@@ -134,7 +132,6 @@ def _logits(kind: str, tokens: int, experts: int, seed: int) -> torch.Tensor:
     "config",
     [
         op.TopkConfig(1),
-        op.TopkConfig(8),
         op.TopkConfig(64),
         op.TopkConfig(3, 48, 4, scaling=2.4),
         op.TopkConfig(2, 1000, 20, False),
@@ -181,7 +178,6 @@ def _groups(config: op.TopkConfig) -> op.Groups:
 @pytest.mark.parametrize(
     ("config", "live"),
     [
-        (op.TopkConfig(1, grouped=True), 1),
         (op.TopkConfig(8, grouped=True), 5),
         (op.TopkConfig(33, grouped=True), 33),
         (op.TopkConfig(64, grouped=True), 64),

@@ -17,6 +17,7 @@ from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 SMALL = [
     op.Config(3, 80, 256, 64),
     op.Config(10, 96, 192, 128, r_dtype="f32", tactic=Tactic(groups=2, splits=2, row_warps=1, k_warps=2, tiles=3)),
+    op.Config(3, 96, 1024, 256, tactic=Tactic(groups=6, k_warps=2, tiles=1, depth=2, resident=2)),
     op.Config(17, 96, 256, 64, tactic=Tactic(groups=2, splits=2, row_warps=3, k_warps=1, tiles=1)),
 ]
 
@@ -64,9 +65,7 @@ def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "config", [*SMALL, *(op.Config(t, 7168, 3584, s) for s in (768, 384) for t in (1, 2, 8, 16, 32, 64))], ids=str
-)
+@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 3584, 768) for t in (1, 8, 16, 64))], ids=str)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 1e-4), (2, 1e3)):
@@ -77,7 +76,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 7168, 3584, 768), op.Config(16, 7168, 3584, 768), SMALL[1]], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 7168, 3584, 768), SMALL[1]], ids=str)
 def test_replay_sees_changed_inputs(config: op.Config) -> None:
     plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 3), _case(config, 4)
     delta = torch.empty(config.tokens, config.rows, device="cuda", dtype=torch.bfloat16)

@@ -15,7 +15,8 @@ from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 SMALL = [
     op.Config(1, 64, 128),
     op.Config(3, 80, 256),
-    op.Config(9, 100, 512, tactic=Tactic(groups=3, splits=2, row_warps=1, k_warps=4, tiles=3)),
+    op.Config(9, 100, 1408, tactic=Tactic(groups=3, splits=2, row_warps=1, k_warps=4, tiles=3, depth=3)),
+    op.Config(2, 72, 2048, tactic=Tactic(groups=5, k_warps=4, tiles=1, depth=2, resident=2)),
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, row_warps=3, k_warps=1, tiles=1, depth=2)),
 ]
 
@@ -37,7 +38,7 @@ def test_refuses_what_it_cannot_compute() -> None:
             op.plan(config, "sm_90a")
 
 
-@pytest.mark.parametrize("config", SMALL[1:], ids=str)
+@pytest.mark.parametrize("config", SMALL[2:], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, fresh_store: build.Store) -> None:
     import json
 
@@ -57,9 +58,7 @@ def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "config", [*SMALL, *(op.Config(t, n, 7168) for n in (6288, 3216) for t in (1, 2, 7, 8, 16, 32, 64))], ids=str
-)
+@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 6288, 7168) for t in (1, 8, 16, 64))], ids=str)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 300.0)):
@@ -70,7 +69,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), op.Config(16, 6288, 7168), SMALL[3]], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), SMALL[-1]], ids=str)
 def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) -> None:
     plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 2), _case(config, 3)
     out = torch.empty(config.tokens, config.rows, device="cuda", dtype=build.DTYPES[config.out][1])

@@ -34,7 +34,7 @@ def ceil_div(a: int, b: int) -> int:
 class Tactic:
     """How the work is cut.
 
-    `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes a lane. `prefetch`: KiB of its weights, behind
+    `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes, rounded to whole steps of all tiles. `prefetch`: KiB of its weights, behind
     those loads, that a block asks into L2 before the dependency wait: memory works while small kernels in front do not use it.
     `resident`: blocks an SM must be able to hold, which bounds the registers; with two, the next kernel's blocks start while
     this one still runs. `stages`: 0, or both operands go through so many stages of shared memory, 64 columns each, because the
@@ -94,6 +94,11 @@ class Shape:
         return sum(part.steps for part in self.parts)
 
     @property
+    def ahead(self) -> int:
+        """Steps whose loads are in flight: a whole number, so that a loop's body goes once around the ring."""
+        return max(1, self.tactic.depth // self.tactic.tiles)
+
+    @property
     def padded_tokens(self) -> int:
         return ceil_div(self.tokens, 8) * 8
 
@@ -140,8 +145,6 @@ class Shape:
             return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} (more splits hold less of the activation)"
         if self.tactic.stages and not (self.tactic.stages >= 2 and self.tactic.k_warps <= 2):
             return f"expected at least 2 stages and at most 2 warps for their columns, found {self.tactic}"
-        if not self.tactic.stages and self.padded_tokens > 16 and self.tactic.depth < self.tactic.tiles:
-            return f"expected a depth of at least {self.tactic.tiles} tiles for more than 16 tokens, found {self.tactic.depth}"
         if self.tactic.threads > 1024:
             return f"expected at most 1024 threads, found {self.tactic.threads}"
         return None
@@ -168,17 +171,19 @@ def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 
     while row_warps > 12:
         groups, held = groups * 2, ceil_div(ceil_div(rows, groups * 2), TILE)
         row_warps = ceil_div(held, tiles)
-    return Tactic(groups, splits, row_warps, max(1, 8 // row_warps), tiles, depth=3 if tiles == 4 and tokens <= 16 else 4)
+    k_warps = max(1, 8 // row_warps)
+    twice = row_warps * k_warps <= 8 and (tiles < 4 or len(columns) == 1)  # else addresses and loads exceed the registers
+    return Tactic(groups, splits, row_warps, k_warps, tiles, depth=2 * tiles if twice else tiles)
 
 
-def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132, splits: int = 4) -> Tactic:
-    """Four blocks share a group's rows along K: each reads a quarter of the activation only, which L2 would hardly deliver to
-    all blocks in full.
+def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132, splits: int = 2) -> Tactic:
+    """Two blocks share a group's rows along K: each reads half of the activation only, which L2 would hardly deliver to all blocks
+    in full. A cluster lives in one GPC, whose number of SMs is even but no multiple of 4: clusters of 4 cannot cover all SMs, and
+    the group that is left over doubles the time (measured on H200).
     """
     while splits > 1 and min(columns) // UNIT < splits:
         splits //= 2
-    # A cluster lives in one GPC, whose number of SMs is no multiple of 4: not all SMs can be covered by clusters of 4 or 8.
-    groups = max(1, min((sms if splits <= 2 else sms - 4) // splits, ceil_div(rows, TILE)))
+    groups = max(1, min((sms if splits <= 2 else sms - 12) // splits, ceil_div(rows, TILE)))
     while ceil_div(rows, groups) > 18 * TILE:
         groups *= 2
     held = ceil_div(ceil_div(rows, groups), TILE)
@@ -190,32 +195,27 @@ def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int =
 
 
 def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> list[Tactic]:
-    """Tactics worth measuring, the default first: more or fewer warps along K, loads in flight, splits, and blocks of half the
-    size.
-    """
+    """Tactics worth measuring, the default first: more or fewer warps along K, loads in flight, splits, and smaller blocks."""
     first = default_tactic(rows, columns, tokens, sms)
     found = [first]
     if first.stages:
-        others = [
-            streamed_tactic(rows, columns, tokens, cover, splits)
-            for cover, splits in ((sms, 2), (136, 4), (sms - 8, 4), (sms, 8))
-        ]
+        others = [streamed_tactic(rows, columns, tokens, cover, splits) for cover, splits in ((sms, 1), (sms, 4))]
         return [first, *(t for t in others if t != first)]
     for splits in sorted({1, 2, first.splits, min(8, 2 * first.splits)}):
-        for waves in (1, 2):  # blocks for each SM
+        for waves in (1, 2, 4):  # blocks for each SM
             groups = min(waves * sms // splits, ceil_div(rows, TILE))
             held = ceil_div(ceil_div(rows, groups), TILE)
             for tiles in range(1, min(held, 4) + 1):
                 row_warps = ceil_div(held, tiles)
-                for k_warps, depth in ((8, 4), (8, 6), (4, 8), (4, 12), (16, 3), (2, 8), (1, 6)):
-                    found.append(Tactic(groups, splits, row_warps, k_warps, tiles, depth))
+                for k_warps, steps in ((8, 1), (8, 2), (8, 4), (4, 2), (4, 4), (4, 8)):
+                    found.append(Tactic(groups, splits, row_warps, k_warps, tiles, depth=steps * tiles))
     return [t for i, t in enumerate(found) if t not in found[:i] and _sensible(Shape(tokens, columns, t), rows, first)]
 
 
 def _sensible(shape: Shape, rows: int, first: Tactic) -> bool:
     """Fits, wastes no warp, and keeps the registers of loads, sums and addresses within a thread's share of the register file."""
     t = shape.tactic
-    registers = 16 * t.depth + 4 * t.tiles * shape.padded_tokens // 8 + 4 * t.tiles + 40
+    registers = 16 * shape.ahead * t.tiles + 4 * t.tiles * shape.padded_tokens // 8 + 4 * t.tiles + 40
     if t == first:
         return True
     fits = (

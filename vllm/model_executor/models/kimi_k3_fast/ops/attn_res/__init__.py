@@ -134,5 +134,5 @@ def run(
 def specs() -> list[KernelSpec]:
     """The served forms (embedding, inside a block, closing a block, end of the model) and a small one."""
     wide = [(0, False, 0, True), (1, True, -1, True), (8, True, -1, True), (7, True, 7, True), (8, True, -1, False)]
-    served = [Config(t, 7168, prev, delta, write, norm) for prev, delta, write, norm in wide for t in (1, 8)]
+    served = [Config(1, 7168, prev, delta, write, norm) for prev, delta, write, norm in wide]
     return [spec(config) for config in [Config(3, 256, 2, True, 2, closed=3, rows=4, blocks=2), *served]]

@@ -8,7 +8,7 @@ A kernel uses it in this order, so that the weights' stream starts before the ke
     block.multiply(0)                                # through a part of K; the ring of loads runs on into the next part
     block.reduce(emit)                               # over warps and the cluster; emit(token, row, value, predicate) stores
 
-Registers are Python lists of scalars: everything is unrolled while tracing, so an index into the ring is a register, not memory.
+The ring of loads is a register tensor with constant indices: the loop's body goes once around it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, min
+from cutlass import BFloat16, Float32, Int32, Uint32, min
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
@@ -26,6 +27,8 @@ from ..skinny import TILE, UNIT, Shape, ceil_div
 from .ptx import cluster_barrier, copy_async, load_shared, mma_bf16, peer_f32, prefetch_bytes, store_shared, store_shared_f32
 from .reduce import warp_sum
 from .vectors import Words, load_words, load_words_streaming, pack_bf16, unpack_bf16
+
+PAIR_WORDS = 16  # 4-byte words a lane holds of a tile's 64 columns
 
 
 @dataclass
@@ -56,12 +59,10 @@ class Block:
             [self._row_bases(w, part, tile) for tile in range(self.tactic.tiles)]
             for w, part in zip(weights, shape.parts, strict=True)
         ]
-        self.order = [
-            (p, j, m) for p, part in enumerate(shape.parts) for j in range(part.steps) for m in range(self.tactic.tiles)
-        ]
-        self.ring: list[Any] = [None] * len(self.order)
-        self.issued = 0
-        self._issue(self.tactic.depth)
+        self.ring = cute.make_rmem_tensor(shape.ahead * self.tactic.tiles * PAIR_WORDS, Uint32)
+        for s in range(min_int(shape.ahead, shape.steps)):
+            for m in range(self.tactic.tiles):
+                self._load(*self._place_of(s), s % shape.ahead, m)
         self._prefetch(weights)
 
     def _place(self, shape: Shape, rank: Any, rows: Rows, smem: Smem, exact: bool) -> None:
@@ -87,26 +88,34 @@ class Block:
 
     def _unit(self, p: int, j: int) -> Any:
         """Column unit of step `j`; a padding unit reads the last one again and meets zeros in the activation."""
-        part = self.shape.parts[p]
-        unit = self.rank * part.share + self.k_warp + j * self.tactic.k_warps
-        ragged = (j + 1) * self.tactic.k_warps > part.share or self.tactic.splits * part.share > part.units
-        return min(unit, part.units - 1) if ragged else unit
+        part, k_warps = self.shape.parts[p], self.tactic.k_warps
+        unit = self.rank * part.share + self.k_warp + j * k_warps
+        inside = isinstance(j, int) and (j + 1) * k_warps <= part.share
+        even = (inside or part.share == part.steps * k_warps) and self.tactic.splits * part.share == part.units
+        return unit if even else min(unit, part.units - 1)
 
-    def _issue(self, upto: int) -> None:
-        """Start the loads of every (tile, unit) pair before `upto` that has not been started."""
-        while self.issued < min_int(upto, len(self.order)):
-            p, j, m = self.order[self.issued]
-            column = self._unit(p, j) * UNIT
-            self.ring[self.issued] = [[load_words_streaming(base + column + h * 32) for h in (0, 1)] for base in self.bases[p][m]]
-            self.issued += 1
+    def _place_of(self, step: int) -> tuple[int, int]:
+        """(part, step within it) of a step counted through all parts."""
+        p = 0
+        while step >= self.shape.parts[p].steps:
+            step, p = step - self.shape.parts[p].steps, p + 1
+        return p, step
+
+    def _load(self, p: int, j: Any, slot: int, m: int) -> None:
+        """Start the loads of tile `m` at step `j` of part `p` into a slot of the ring."""
+        column, at = self._unit(p, j) * UNIT, (slot * self.tactic.tiles + m) * PAIR_WORDS
+        for r, base in enumerate(self.bases[p][m]):
+            for h in (0, 1):
+                for i, word in enumerate(load_words_streaming(base + column + h * 32)):
+                    self.ring[at + r * 8 + h * 4 + i] = word
 
     def _prefetch(self, weights: list[Any]) -> None:
         """Ask for the columns behind the first loads, one thread for a row: the steps that `prefetch` KiB of all rows hold."""
         step_bytes = self.tactic.rows * self.tactic.k_warps * UNIT * 2
-        start = ceil_div(self.tactic.depth, self.tactic.tiles)
+        start = self.shape.ahead
         end = start + self.tactic.prefetch * 1024 // step_bytes
         for p, (weight, part) in enumerate(zip(weights, self.shape.parts, strict=True)):
-            skipped = self._first_step(p)
+            skipped = self.first_step(p)
             first, last = (
                 max_int(start - skipped, 0) * self.tactic.k_warps,
                 min_int(end - skipped, part.steps) * self.tactic.k_warps,
@@ -129,7 +138,7 @@ class Block:
 
     # -- activation ---------------------------------------------------------------------------------------------------------------------------
 
-    def _first_step(self, p: int) -> int:
+    def first_step(self, p: int) -> int:
         return sum(part.steps for part in self.shape.parts[:p])
 
     def columns(self, p: int, j: int) -> tuple[Any, Any]:
@@ -141,7 +150,7 @@ class Block:
 
     def target(self, p: int, j: int, token: Any, chunk: Any) -> Any:
         """Shared-memory address of 16 bytes of the activation."""
-        slot = (self._first_step(p) + j) * self.tactic.k_warps + self.k_warp
+        slot = (self.first_step(p) + j) * self.tactic.k_warps + self.k_warp
         return self.smem.activation + (token * self.shape.pitch + slot * UNIT + chunk * 8)
 
     def pieces(self) -> list[tuple[Any, Any, Any]]:
@@ -154,13 +163,9 @@ class Block:
         return pieces
 
     def stage(self, p: int, x: Any) -> None:
-        """Start copying part `p` of the activation x [T, columns]; each step is one asynchronous group."""
-        for j in range(self.shape.parts[p].steps):
-            column, wanted = self.columns(p, j)
-            for token, chunk, inside in self.pieces():
-                source = x.iterator + (token * x.stride[0] + column + chunk * 8)
-                copy_async(self.target(p, j, token, chunk), source, wanted, inside)
-            cute.arch.cp_async_commit_group()
+        """Start copying part `p` of the activation x [T, columns]: one asynchronous group."""
+        _copy(self, p, x, self.shape.parts[p].steps)
+        cute.arch.cp_async_commit_group()
 
     def stage_normalised(self, p: int, x: Any, weight: list[Words]) -> None:
         """Part `p` as bf(x * weight), and the sums of squares of x, to shared memory. The factor rsqrt(mean + eps) is one per token and
@@ -212,49 +217,70 @@ class Block:
 
         `staged`: the activation is in shared memory already and all who wrote it have met.
         """
-        steps = self.shape.parts[p].steps
-        together = self.tactic.row_warps > 1  # several warps filled what one reads
-        if together and not staged:
+        if not staged:
             cute.arch.cp_async_wait_group(pending)
-            cute.arch.sync_threads()
-        for j in range(steps):
-            if not together and not staged:
-                cute.arch.cp_async_wait_group(pending + steps - 1 - j)
+            if self.tactic.row_warps > 1:  # several warps filled what one reads
+                cute.arch.sync_threads()
+            else:
                 cute.arch.sync_warp()
-            self._step(p, j)
+        tiles, groups, ahead = self.tactic.tiles, self.shape.padded_tokens // 8, self.shape.ahead
+        steps, first = self.shape.parts[p].steps, self.first_step(p)
+        acc = cute.make_rmem_tensor(tiles * groups * 4, Float32)
+        for m in range(tiles):
+            for n in range(groups):
+                for i in range(4):
+                    acc[(m * groups + n) * 4 + i] = self.acc[m][n][i]
+        turns = max_int(steps - ahead, 0) // ahead  # of the loop: their loads stay within the part
+        if turns > 1:
+            _turns(self, acc, p, turns)
+        else:
+            turns = 0
+        for j in range(turns * ahead, steps):
+            self.step(
+                acc,
+                p,
+                j,
+                (first + j) % ahead,
+                self._place_of(first + j + ahead) if first + j + ahead < self.shape.steps else None,
+            )
+        self.acc = [[[acc[(m * groups + n) * 4 + i] for i in range(4)] for n in range(groups)] for m in range(tiles)]
 
-    def _step(self, p: int, j: int) -> None:
-        at = (self._first_step(p) + j) * self.tactic.tiles
+    def step(self, acc: Any, p: int, j: Any, slot: int, following: tuple[int, Any] | None) -> None:
+        """acc += one step; the slots it frees take the loads of the step `following` = (part, step)."""
         groups = range(self.shape.padded_tokens // 8)
-        held = {n: self._activation(p, j, n) for n in groups} if len(groups) <= 2 else {}
-        if held:  # few tokens: their operand stays in registers, and a tile's slot in the ring is free as soon as it is used
+        if len(groups) <= 2:  # few tokens: their operand stays in registers, and a tile's slot is free as soon as it is used
+            held = [self._activation(p, j, n) for n in groups]
             for m in range(self.tactic.tiles):
                 for n in groups:
-                    self._tile(at + m, m, n, held[n])
-                self._issue(at + m + 1 + self.tactic.depth)
-        else:
-            for n in groups:
-                operand = self._activation(p, j, n)
-                for m in range(self.tactic.tiles):
-                    self._tile(at + m, m, n, operand)
-            self._issue(at + self.tactic.tiles + self.tactic.depth)
+                    self._tile(acc, slot, m, n, held[n])
+                if following:
+                    self._load(*following, slot, m)
+            return
+        for n in groups:
+            operand = self._activation(p, j, n)
+            for m in range(self.tactic.tiles):
+                self._tile(acc, slot, m, n, operand)
+        for m in range(self.tactic.tiles if following else 0):
+            self._load(*following, slot, m)
 
     def _activation(self, p: int, j: int, n: int) -> list[Words]:
         """This lane's 2 x 16 bytes of token 8n + quad; tokens past the batch repeat the last one and their sums are not stored."""
         token = min(n * 8 + self.quad, self.shape.tokens - 1) if self.shape.tokens < n * 8 + 8 else n * 8 + self.quad
         return [load_shared(self.target(p, j, token, self.slot + 4 * h)) for h in (0, 1)]
 
-    def _tile(self, at: int, m: int, n: int, operand: list[Words]) -> None:
+    def _tile(self, acc: Any, slot: int, m: int, n: int, operand: list[Words]) -> None:
         """acc += one tile's 64 columns. The tensor core cuts what it adds below the last bit of its sum; an exact block lets it add
         up 64 columns only, and adds those sums in fp32."""
-        top, bottom = self.ring[at]
-        acc = [Float32(0.0)] * 4 if self.exact else self.acc[m][n]
+        at, ring = (m * (self.shape.padded_tokens // 8) + n) * 4, (slot * self.tactic.tiles + m) * PAIR_WORDS
+        own = [acc[at + i] for i in range(4)]
+        sums = [Float32(0.0)] * 4 if self.exact else list(own)
         for h in (0, 1):
             for s in (0, 2):
-                a = (top[h][s], bottom[h][s], top[h][s + 1], bottom[h][s + 1])
-                mma_bf16(acc, a, operand[h][s], operand[h][s + 1])
-        if self.exact:
-            self.acc[m][n] = [total + value for total, value in zip(self.acc[m][n], acc, strict=True)]
+                top, bottom = ring + h * 4 + s, ring + 8 + h * 4 + s
+                a = (self.ring[top], self.ring[bottom], self.ring[top + 1], self.ring[bottom + 1])
+                mma_bf16(sums, a, operand[h][s], operand[h][s + 1])
+        for i in range(4):
+            acc[at + i] = own[i] + sums[i] if self.exact else sums[i]
 
     def scale(self, factor: Callable[[int, int], Any]) -> None:
         """acc *= factor(n, c) for the token 8n + 2 slot + c of each accumulator column."""
@@ -329,6 +355,34 @@ class Block:
             inside = (raw < count) & (self.rows.first + row < self.rows.last)
             tile_row = row // per_tile * TILE + row % per_tile
             emit(token, self.rows.first + row, lambda half, t=token, r=tile_row: value(t, r + half * (TILE // 2)), inside)
+
+
+@cute.jit
+def _copy(block: Any, p: cutlass.Constexpr, x: Any, steps: cutlass.Constexpr):
+    for j in cutlass.range(0, steps, unroll=1):
+        _copy_step(block, p, x, j)
+
+
+@cute.jit
+def _turns(block: Any, acc: Any, p: cutlass.Constexpr, turns: cutlass.Constexpr):
+    """`turns` times the `ahead` steps of the ring. A loop, not straight code: between two launches of this kernel a layer's other
+    kernels and weights push its code out of the caches, and straight code would wait for memory line by line."""
+    for turn in cutlass.range(0, turns, unroll=1):
+        _once_around(block, acc, p, turn)
+
+
+def _copy_step(block: Block, p: int, x: Any, j: Any) -> None:
+    column, wanted = block.columns(p, j)
+    for token, chunk, inside in block.pieces():
+        source = x.iterator + (token * x.stride[0] + column + chunk * 8)
+        copy_async(block.target(p, j, token, chunk), source, wanted, inside)
+
+
+def _once_around(block: Block, acc: Any, p: int, turn: Any) -> None:
+    ahead = block.shape.ahead
+    for i in range(ahead):
+        j = turn * ahead + i
+        block.step(acc, p, j, (block.first_step(p) + i) % ahead, (p, j + ahead))
 
 
 def load_eight(x: Any, token: Any, column: Any) -> list[Any]:

@@ -39,9 +39,9 @@ class Streamed(Block):
         self.stage_elements = shape.stage_rows * ROW
         # Copies: this thread moves one 16-byte chunk of every (threads / 8)-th row.
         self.copy_row, self.copy_chunk = self.thread // 8, self.thread % 8
-        self.copy_step = self.tactic.threads // 8
-        moved = ceil_div(self.tactic.rows, self.copy_step)
-        self.local_rows = [self.copy_row + i * self.copy_step for i in range(moved)]
+        self.rows_apart = self.tactic.threads // 8
+        moved = ceil_div(self.tactic.rows, self.rows_apart)
+        self.local_rows = [self.copy_row + i * self.rows_apart for i in range(moved)]
         self.global_rows = [self._row(row) for row in self.local_rows]
         held = (rows.last - rows.first) * (2 if rows.pair else 1)  # rows behind it stay what they are: nobody stores their sums
         last_tile = ceil_tile(held)
@@ -92,8 +92,8 @@ class Streamed(Block):
     def fetch_activation(self, unit: Any, stage: Any) -> None:
         base, pitch = self._source(self.inputs, unit)
         tokens = self.shape.tokens
-        for i in range(ceil_div(tokens, self.copy_step)):
-            token = self.copy_row + i * self.copy_step
+        for i in range(ceil_div(tokens, self.rows_apart)):
+            token = self.copy_row + i * self.rows_apart
             wanted = (token < tokens) & (unit < self.total)
             target = self._target(stage, self.tactic.rows + token)
             copy_async(target, base + Int64(min(token, tokens - 1)) * Int64(pitch), Int32(16), wanted)

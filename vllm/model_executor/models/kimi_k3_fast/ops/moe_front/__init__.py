@@ -232,9 +232,9 @@ def run_topk(
 
 
 def specs() -> list[KernelSpec]:
-    """The served shapes (one rank of TP8 and of TP16, all rows of router and down) and a small one."""
-    served = [Config(t, 7168, 896, 3584, shared) for shared in (768, 384) for t in (1, 8, 64)]
-    choices = [topk_spec(TopkConfig(t)) for t in (1, 8)] + [
+    """A TP8 rank with all rows of router and down, one shape for each way through the kernel, and a small one."""
+    served = [Config(t, 7168, 896, 3584, 768) for t in (1, 64)]
+    choices = [topk_spec(TopkConfig(1))] + [
         topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
     ]
     return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served]] + choices

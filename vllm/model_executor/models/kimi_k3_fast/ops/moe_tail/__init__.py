@@ -55,7 +55,9 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     if config.r_dtype not in ("bf16", "f32"):
         return Refusal(Reason.OP_SHAPE, f"moe_tail: expected r in bf16 or f32, found {config.r_dtype}")
     if config.r_dtype == "f32" and config.shape.tactic.stages:
-        return Refusal(Reason.OP_SHAPE, "moe_tail: expected r in bf16 where operands are streamed (more than 16 tokens), found f32")
+        return Refusal(
+            Reason.OP_SHAPE, "moe_tail: expected r in bf16 where operands are streamed (more than 16 tokens), found f32"
+        )
     problem = config.shape.problem() or config.shape.uncovered(config.rows)
     return Refusal(Reason.OP_SHAPE, f"moe_tail: {problem}") if problem else None
 
@@ -101,6 +103,6 @@ def run(
 
 
 def specs() -> list[KernelSpec]:
-    """The served shapes (one rank of TP8 and of TP16) and a small one."""
-    served = [Config(t, 7168, 3584, shared) for shared in (768, 384) for t in (1, 8, 64)]
+    """A TP8 rank, one shape for each way through the kernel, and a small one."""
+    served = [Config(t, 7168, 3584, 768) for t in (1, 64)]
     return [spec(config) for config in [Config(3, 80, 256, 64), *served]]
