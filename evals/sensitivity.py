@@ -47,26 +47,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(".eval/sensitivity"))
     parser.add_argument("--record", type=Path, help="write the table here as well")
     parser.add_argument("--only", nargs="*", choices=list(k3_faults.FAULTS), default=list(k3_faults.FAULTS))
+    parser.add_argument("--every", type=int, default=3, help="ask only every n-th item of a task: broken replies are long")
     args = parser.parse_args()
     suite = suites.load(args.suite)
     args.out.mkdir(parents=True, exist_ok=True)
     control = (args.out / "fault").resolve()
     control.write_text("none")
     with Server(args.checkpoint, [*SERVE, *fast_mode("off")], log=args.out / "standard.log") as server:
-        reference = arms.run(server.url, suite, "standard", args.out / "standard")
+        reference = arms.run(server.url, suite, "standard", args.out / "standard", every=args.every)
     paths = os.pathsep.join(filter(None, (str(HERE / "faults"), os.environ.get("PYTHONPATH"))))
     environ = {"PYTHONPATH": paths, k3_faults.CONTROL: str(control)}
     table: dict[str, object] = {}
     with Server(args.checkpoint, [*SERVE, *fast_mode("auto")], log=args.out / "faults.log", environ=environ) as server:
         for fault in args.only:
             control.write_text(fault)
-            table[fault] = {
-                "what": k3_faults.FAULTS[fault],
-                **row(arms.run(server.url, suite, fault, args.out / fault), reference, suite),
-            }
+            arm = arms.run(server.url, suite, fault, args.out / fault, every=args.every)
+            table[fault] = {"what": k3_faults.FAULTS[fault], **row(arm, reference, suite)}
             print(fault, json.dumps(table[fault]), flush=True)
     scores = {name: t["metrics"][suite.tasks[name].metric] for name, t in output.task_summary(reference, suite).items()}
-    text = json.dumps({"suite": suite.name, "reference": scores, "faults": table}, indent=1) + "\n"
+    items = sum(map(len, reference.items.values()))
+    record = {"suite": suite.name, "every": args.every, "items": items, "reference": scores, "faults": table}
+    text = json.dumps(record, indent=1) + "\n"
     for path in filter(None, (args.out / "sensitivity.json", args.record)):
         path.write_text(text)
     wrong = [fault for fault, found in table.items() if (found["verdict"] == "fail") == (fault in CONTROLS)]  # type: ignore[index]

@@ -257,3 +257,14 @@ def test_the_sign_test_is_exact() -> None:
     assert stats.fewest_losses(0.05) == 5 and stats.fewest_losses(0.01) == 7
     with pytest.raises(ValueError, match="same items"):
         stats.paired([1], [1, 1])
+
+
+def test_every_third_item_is_scored_with_its_own_reply(evals, right, tmp_path) -> None:
+    """lm-eval numbers requests among the picked items and samples among all."""
+    with serve(right) as url:
+        arm = arms.run(url, suites.load("tiny", evals), "picked", tmp_path, every=3)
+    assert not arm.lost and len(right.seen) == 8
+    for items in arm.items.values():
+        assert [i.item for i in items] == [0, 1, 2, 3] and {i.finish for i in items} == {"stop"}
+    assert {i.scores["mrcr_official"] for i in arm.items["k3_tiny_mrcr_2"]} == {1.0}
+    assert {i.scores["aime_integer"] for i in arm.items["k3_tiny_arith"]} == {1.0}

@@ -115,10 +115,11 @@ def speculation_counters(url: str) -> dict[str, float]:
     return found
 
 
-def run(url: str, suite: Suite, label: str, folder: Path, extra_body: Mapping[str, Any] | None = None) -> Arm:
+def run(url: str, suite: Suite, label: str, folder: Path, extra_body: Mapping[str, Any] | None = None, every: int = 1) -> Arm:
     """Run the suite against `url`. Writes `folder`/arm.json and `folder`/requests.jsonl. Raises NoServer.
 
-    A request that fails does not end the run: it is an item with its error and score 0.
+    A request that fails does not end the run: it is an item with its error and score 0. `every`: ask only every n-th item of
+    a task, for experiments of many arms.
     """
     url = url.rstrip("/")
     model = served_model(url)
@@ -129,7 +130,7 @@ def run(url: str, suite: Suite, label: str, folder: Path, extra_body: Mapping[st
     arm = Arm(suite.name, label, model, started, 0.0, before, None, {})
     for seed in sorted({seed for task in suite.tasks.values() for seed in task.seeds}):
         names = [name for name, task in suite.tasks.items() if seed in task.seeds]
-        _run_seed(arm, url, suite, names, seed, log, extra_body)
+        _run_seed(arm, url, suite, names, seed, log, extra_body, every)
     drafts = speculation_counters(url)
     arm.speculation = {name: value - drafts_before.get(name, 0.0) for name, value in drafts.items()}
     arm.report_after, arm.seconds = fetch_report(url), round(time.time() - started, 1)
@@ -138,7 +139,14 @@ def run(url: str, suite: Suite, label: str, folder: Path, extra_body: Mapping[st
 
 
 def _run_seed(
-    arm: Arm, url: str, suite: Suite, names: list[str], seed: int, log: Path, extra_body: Mapping[str, Any] | None
+    arm: Arm,
+    url: str,
+    suite: Suite,
+    names: list[str],
+    seed: int,
+    log: Path,
+    extra_body: Mapping[str, Any] | None,
+    every: int,
 ) -> None:
     if all(name.startswith("k3_tiny_") for name in suite.tasks):  # generated items: nothing may be asked of a hub
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -152,7 +160,9 @@ def _run_seed(
     )
     manager = TaskManager(include_path=str(suite.folder / "tasks"), include_defaults=False)
     # Not `simple_evaluate`: it also runs `pip list`, for an account of the client's machine that nobody needs.
-    results = evaluate(lm=chat, task_dict=manager.load(list(names)), bootstrap_iters=0, log_samples=True)
+    loaded = manager.load(list(names))
+    picked = {name: list(range(0, len(loaded["tasks"][name].eval_docs), every)) for name in names} if every > 1 else None
+    results = evaluate(lm=chat, task_dict=loaded, samples=picked, bootstrap_iters=0, log_samples=True)
     samples = (results or {}).get("samples", {})
     replies = {(r.task, r.item): r for r in chat.replies}
     for name in names:
@@ -161,7 +171,8 @@ def _run_seed(
             arm.lost.append(f"{name}: lm-eval returned no samples")
         into = arm.items.setdefault(name, [])
         for row in rows:
-            reply = replies.get((name, row["doc_id"]))
+            # Requests are numbered among the picked items, samples among all.
+            reply = replies.get((name, row["doc_id"] // every))
             if reply is None or reply.text != row["resps"][0][0]:
                 arm.lost.append(f"{name} item {row['doc_id']}: the scored reply is not the one on record")
                 continue
