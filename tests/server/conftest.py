@@ -33,10 +33,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny: Path) -> Iterator[object]:
     """A running `cli.server.Server`."""
-    from vllm.model_executor.models.kimi_k3_fast.cli.demo import COMPACT_JSON
+    from vllm.model_executor.models.kimi_k3_fast.cli.demo import COMPACT_JSON, SMALL_CACHE
     from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 
-    args = ["--served-model-name", MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", *COMPACT_JSON]
+    args = [
+        "--served-model-name",
+        MODEL,
+        "--max-model-len",
+        str(MAX_MODEL_LEN),
+        "--max-num-seqs",
+        "8",
+        *SMALL_CACHE,
+        *COMPACT_JSON,
+    ]
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prefix-caching"]
     with Server(tiny, args, log=LOG) as running:
         yield running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -107,15 +106,13 @@ class Server:
         """The last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def peak_memory_bytes(self) -> int:
-        """The most resident memory that each process of the server has held, added up: a bound for all at once. Linux only."""
+    def memory_bytes(self) -> int:
+        """What the server and all its children hold now; pages that several of them share count once. Linux only."""
         import psutil
 
         assert self.process is not None
         parent = psutil.Process(self.process.pid)
-        family = [Path(f"/proc/{process.pid}/status") for process in (parent, *parent.children(recursive=True))]
-        marks = [re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) for status in family if status.exists()]
-        return sum(int(mark[1]) for mark in marks if mark) * 1024
+        return sum(process.memory_full_info().pss for process in (parent, *parent.children(recursive=True)))
 
     def stop(self) -> None:
         """End the server and whatever it started. Safe to call twice."""
