@@ -225,6 +225,7 @@ def test_null_slots_write_nothing_and_give_zeros() -> None:
         inputs["slots"][1], inputs["slots"][4, 0] = 0, -1
         if drafts:  # a request with one draft less, and the padded rows' tokens at the end
             inputs["starts"].copy_(torch.tensor([0, 3, 3, 5, 8, 8]))
+            inputs["accepted"][4] = -(2**30)  # of a padded row: means nothing
         for name in ("conv_state", "state"):
             inputs[name][0] = float("nan")  # the null slot is never read
         if drafts:

@@ -98,10 +98,10 @@ def _fetch_state(copy, state, source: Int64, buffer, own_state, slot: Int32, onl
 
 
 def _source_slot(slots, accepted, row, c):
-    """The slot that a request's recurrence starts from; 0 past the last request."""
+    """The slot that a request's recurrence starts from; 0 for a padded row, whose `accepted` means nothing, and past the last."""
     inside = cutlass.min(row, c.requests - 1)
-    window = accepted[inside] - 1 if c.slots_per_row > 1 else 0
-    return cutlass.select_(row < c.requests, slots[inside, window], Int32(0))
+    window = cutlass.min(cutlass.max(accepted[inside] - 1, 0), c.slots_per_row - 1) if c.slots_per_row > 1 else 0
+    return cutlass.select_((row < c.requests) & (slots[inside, 0] > 0), slots[inside, window], Int32(0))
 
 
 def _take(s, p, buffer, own_state):
