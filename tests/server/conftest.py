@@ -9,9 +9,8 @@ import pytest
 
 MODEL = "tiny-k3"
 MAX_MODEL_LEN = 512
-LOG = (
-    Path(__file__).resolve().parents[2] / ".demo" / "server-tests.log"
-)  # stays after the run, for whoever asks why a test failed
+# Stays after the run, for whoever asks why a test failed.
+LOG = Path(__file__).resolve().parents[2] / ".demo" / "server-tests.log"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,16 +35,8 @@ def server(tiny: Path) -> Iterator[object]:
     from vllm.model_executor.models.kimi_k3_fast.cli.demo import COMPACT_JSON, SMALL_CACHE
     from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 
-    args = [
-        "--served-model-name",
-        MODEL,
-        "--max-model-len",
-        str(MAX_MODEL_LEN),
-        "--max-num-seqs",
-        "8",
-        *SMALL_CACHE,
-        *COMPACT_JSON,
-    ]
+    args = ["--served-model-name", MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8"]
+    args += [*SMALL_CACHE, *COMPACT_JSON]
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prefix-caching"]
     with Server(tiny, args, log=LOG) as running:
         yield running
