@@ -26,12 +26,13 @@ GENERATED = 24
 CONFIGS = {"k3": tiny_config(), "kimi_linear": tiny_kimi_linear_config()}
 
 
-@dataclass
+@dataclass(repr=False)  # an LLM asks its workers for its repr, which a failing test must not
 class Engine:
-    """A running engine, in processes of its own as a server's is."""
+    """A running engine, in processes of its own as a server's is. `environment` holds until `stop`."""
 
     llm: Any
     reference: Reference
+    environment: pytest.MonkeyPatch
 
     @classmethod
     def start(cls, folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any] | None = None, **options: Any) -> Engine:
@@ -40,10 +41,11 @@ class Engine:
         tensors = random_tensors(config, seed=4)
         write_released(folder, config, tensors)
         defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks_override": BLOCKS}
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-            environment.setenv("OMP_NUM_THREADS", "1")
-            environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests send functions to the workers
+        environment = pytest.MonkeyPatch()
+        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        environment.setenv("OMP_NUM_THREADS", "1")
+        environment.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests send functions to the workers
+        try:
             llm = LLM(
                 str(folder),
                 max_num_batched_tokens=BUDGET,
@@ -51,10 +53,14 @@ class Engine:
                 additional_config={"kimi_k3_fast": {"events": {"path": str(folder / "events.jsonl")}, **(settings or {})}},
                 **{**defaults, **options},
             )
-        return cls(llm, Reference(config.get("text_config", config), tensors))
+        except BaseException:
+            environment.undo()
+            raise
+        return cls(llm, Reference(config.get("text_config", config), tensors), environment)
 
     def stop(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+        self.environment.undo()
 
     def run(self, prompts: Sequence[Sequence[int]], count: int = GENERATED) -> list[Any]:
         """Generate greedily for all prompts at once, and hold every token to the reference."""

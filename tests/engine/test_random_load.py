@@ -30,7 +30,7 @@ OUTSTANDING = 10  # two more than run at once
 HELD_TO_REFERENCE = 12
 
 
-@dataclass
+@dataclass(repr=False)
 class Load:
     """Seeded arrivals and aborts over an engine's own step loop."""
 
