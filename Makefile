@@ -48,7 +48,7 @@ $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt requirements/eval.txt
 	@$(PINNED) --no-build-isolation -r requirements/eval.txt
 	@touch $@
 
-demo: install ## write a tiny checkpoint, serve it, ask it three things, show which path served, stop
+demo: install ## serve the trained tiny checkpoint, ask it three things, show which path served, stop
 	@$(VENV)/bin/k3fast demo
 
 serve: install ## the demo's server, kept running on PORT

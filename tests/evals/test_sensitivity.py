@@ -6,6 +6,7 @@ table is `evals/sensitivity.py`'s.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import k3_faults
 import pytest
+from rich.console import Console
 from small_suite import small_evals
 from two_arms import SERVE
 
+from vllm.model_executor.models.kimi_k3_fast.cli import demo
 from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 from vllm.model_executor.models.kimi_k3_fast.evaluation import arm as arms
 from vllm.model_executor.models.kimi_k3_fast.evaluation import gate, output, suites
@@ -36,18 +39,21 @@ def settings(**values: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def with_fault(suite: suites.Suite, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], arms.Arm]]:
-    """Run the suite on the fault server with one fault on."""
+    """Run the suite on the fault server with one fault on. The server's URL is the function's `url`."""
     folder = tmp_path_factory.mktemp("faults")
     control = folder / "fault"
     control.write_text("none")
     paths = os.pathsep.join(filter(None, (str(suites.EVALS / "faults"), os.environ.get("PYTHONPATH"))))
     environ = {"PYTHONPATH": paths, k3_faults.CONTROL: str(control)}
-    with Server(CHECKPOINT, [*SERVE, *settings(mode="auto")], log=folder / "server.log", environ=environ) as server:
+    with Server(
+        CHECKPOINT, [*SERVE, *demo.COMPACT_JSON, *settings(mode="auto")], log=folder / "server.log", environ=environ
+    ) as server:
 
         def run(fault: str) -> arms.Arm:
             control.write_text(fault)
             return arms.run(server.url, suite, fault, folder / fault)
 
+        run.url = server.url  # type: ignore[attr-defined]
         yield run
 
 
@@ -65,6 +71,12 @@ def test_the_sound_server_passes_on_the_fast_path(sound: arms.Arm, suite: suites
     judged = judge(sound, sound, suite, 0.95)
     assert judged.verdict is gate.Verdict.PASS, judged.checks
     assert all(gate.mean(gate.scores(items, suite.tasks[name].metric)) > 0.75 for name, items in sound.items.items())
+
+
+def test_the_demo_s_answers_are_right(sound: arms.Arm, with_fault: Callable[[str], arms.Arm]) -> None:
+    shown = io.StringIO()
+    demo.ask(Console(file=shown, width=10_000), with_fault.url, trained=True)  # type: ignore[attr-defined]
+    assert (shown.getvalue().count("(right)"), shown.getvalue().count("(wrong)")) == (2, 0), shown.getvalue()
 
 
 def test_preemption_alone_costs_nothing(sound: arms.Arm, with_fault: Callable[[str], arms.Arm], suite: suites.Suite) -> None:
