@@ -41,8 +41,7 @@ def install() -> None:
     if getattr(executor.Executor, "_k3_faults", False):
         return
     executor.Executor._k3_faults = True  # type: ignore[attr-defined]
-    executor.kda.step = _kda_step(executor.kda.step)
-    executor.mla.insert = _mla_insert(executor.mla.insert)
+    executor.Executor.__init__ = _init(executor.Executor.__init__)
     executor.Executor._mlp = _mlp(executor.Executor._mlp)
     executor.Executor.run = _run(executor.Executor.run)
     Scheduler.schedule = _schedule(Scheduler.schedule)
@@ -57,30 +56,49 @@ def current() -> str:
     return name
 
 
-def _kda_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(packed: Any, conv_state: Any, state: Any, slots: Any, w: Any, dtype: Any) -> Any:
+class _Forms:
+    """The operators of a step, whichever they are, with the fault that is on in those that have one."""
+
+    def __init__(self, forms: Any) -> None:
+        self._forms = forms
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forms, name)
+
+    def kda_step(self, packed: Any, conv_state: Any, state: Any, slots: Any, w: Any, dtype: Any) -> Any:
         fault = current()
         if fault == "lost_decay":
             w = dataclasses.replace(w, lower_bound=0.0)  # e^0: nothing is forgotten
         kept = conv_state[slots].clone()
-        out = step(packed, conv_state, state, slots, w, dtype)
+        out = self._forms.kda_step(packed, conv_state, state, slots, w, dtype)
         if fault == "stale_conv_state":
             conv_state[slots] = kept
         return out
 
-    return broken
-
-
-def _mla_insert(insert: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(cache: Any, rows: Any, slot_mapping: Any) -> None:
+    def mla_rows(self, packed: Any, q_norm: Any, kv_norm: Any, eps: float, cache: Any, slot_mapping: Any) -> Any:
         import torch
 
+        out = self._forms.mla_rows(packed, q_norm, kv_norm, eps, cache, slot_mapping)
         if current() == "fp8_scale_one":
-            scale = rows.float().abs().amax() / torch.finfo(torch.float8_e4m3fn).max
-            rows = (rows.float() / scale).to(torch.float8_e4m3fn).to(rows.dtype)
-        insert(cache, rows, slot_mapping)
+            slots = slot_mapping[slot_mapping >= 0]
+            where = slots // cache.shape[1], slots % cache.shape[1]
+            rows = cache[where].float()
+            scale = rows.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+            cache[where] = (rows / scale).to(torch.float8_e4m3fn).to(cache.dtype)
+        return out
 
-    return broken
+    def experts(self, x: Any, ids: Any, weights: Any, w: Any, beta: float, linear_beta: float | None) -> Any:
+        if current() == "expert_swapped":  # whoever is sent to one of the two meets the other
+            ids = ids.where((ids != 0) & (ids != 1), 1 - ids)
+        return self._forms.experts(x, ids, weights, w, beta, linear_beta)
+
+
+def _init(init: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.forms = _Forms(self.forms)
+
+    return wrapped
 
 
 def _mlp(mlp: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,10 +106,6 @@ def _mlp(mlp: Callable[..., Any]) -> Callable[..., Any]:
 
     def broken(self: Any, view: Any, x: Any) -> Any:
         fault = current()
-        if fault == "expert_swapped" and hasattr(view, "experts"):
-            order = [1, 0, *range(2, view.experts.w13.shape[0])]
-            swapped = {f.name: getattr(view.experts, f.name)[order] for f in dataclasses.fields(view.experts)}
-            view = dataclasses.replace(view, experts=type(view.experts)(**swapped))
         out = mlp(self, view, x)
         if fault == "padded_row_leak":
             rows = out.shape[0]
