@@ -46,8 +46,8 @@ def test_text_is_served_in_bf16_on_both_paths(engine: Engine) -> None:
         )
         missed += int((torch.tensor(generated) != exact).sum())
         own += int((blurred != exact).sum())
-    assert 0 < own < 64, "PyTorch's own error is the yardstick, and must be one"
-    assert missed <= 1.5 * own + 6, (missed, own)
+    assert 0 < own < 96, "PyTorch's own error is the yardstick, and must be one"
+    assert missed <= own, (missed, own)
     (report,) = engine.reports()
     facts = report["deployment"]["facts"]
     assert (facts["architecture"], facts["dtype"]) == ("KimiK3ForConditionalGeneration", "bfloat16")
