@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from vllm.model_executor.models.kimi_k3_fast.ops import cpu
 
@@ -16,11 +15,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ops
 
 @pytest.fixture(params=cpu.available())
 def cpp(request: pytest.FixtureRequest) -> Iterator[cpu.CpuForms]:
-    """The C++ forms on one instruction set, two threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    """The C++ forms on one instruction set."""
     yield cpu.CpuForms(request.param)
-    torch.set_num_threads(threads)
     cpu.CpuForms("auto")
 
 

@@ -131,9 +131,10 @@ void dense() {
     Numbers norm(0, k), normed(type, tokens * k);
     everywhere("rms_norm", {&normed}, false, [&] { return k3_rms_norm(x.data(), k, norm.floats(), normed.data(), type, tokens, k, 1e-5f); });
     const int64_t n = between(1, 5);
+    const bool near = bad && n > 1 && tokens;
     Numbers sources(0, n * tokens * k), score(0, k);
-    everywhere("mix", {&normed, &sources}, bad && n > 1 && tokens, [&] {
-        return k3_mix(sources.floats(), bad ? tokens * k - 1 : tokens * k, x.data(), score.floats(), norm.floats(), normed.data(), type, n, tokens, k, 1e-5f, threads);
+    everywhere("mix", {&normed, &sources}, near, [&] {
+        return k3_mix(sources.floats(), near ? tokens * k - 1 : tokens * k, x.data(), score.floats(), norm.floats(), normed.data(), type, n, tokens, k, 1e-5f, threads);
     });
 }
 

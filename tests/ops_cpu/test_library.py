@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import attend_case, expert_weights, kda_case, normal
 
 from vllm.model_executor.models.kimi_k3_fast.ops import cpu
 from vllm.model_executor.models.kimi_k3_fast.ops.cpu import library
@@ -58,15 +59,31 @@ def test_the_library_brings_no_second_openmp_runtime():
     assert result.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_results_do_not_depend_on_the_number_of_threads(best, threads):
-    torch.manual_seed(0)
-    x, w = torch.randn(3, 256).bfloat16(), torch.randn(300, 256).bfloat16()
+def test_results_do_not_depend_on_the_number_of_threads(best):
+    """Bit for bit, in every operator that divides its work."""
+
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w = normal(3, 256, dtype=torch.bfloat16), normal(300, 256, dtype=torch.bfloat16)
+        packed, conv_state, state, kda_weights, _ = kda_case(5, 2, torch.bfloat16, 9)
+        step = best.kda_step(packed, conv_state, state, torch.tensor([4, 0, 7, 1, 2]), kda_weights, torch.bfloat16)
+        query, cache, table, lengths, latent = attend_case([700, 3, 1500], 4, torch.bfloat16)
+        ids, weights = best.route(normal(9, 64), normal(200, 64), normal(200), 6, True, 1.0)
+        routed = best.experts(normal(9, 64), ids % 5, weights, expert_weights(5, 64, 96), 4.0, 25.0)
+        attended = best.attend(query, cache, table, lengths, latent, 0.1, 1500)
+        values = best.values(attended, normal(4, 40, latent, dtype=torch.bfloat16), normal(3, 160, dtype=torch.bfloat16))
+        mixed = best.mix(normal(4, 40, 256), None, normal(256), normal(256), 1e-5, torch.bfloat16)
+        return [best.linear(x, w), best.gate_up(x, w, 4.0, None), step, conv_state, state, attended, values, ids, routed, mixed]
+
     before = torch.get_num_threads()
-    expected = best.linear(x, w)
-    torch.set_num_threads(threads)
-    assert torch.equal(best.linear(x, w), expected)
-    torch.set_num_threads(before)
+    try:
+        torch.set_num_threads(1)
+        expected = results()
+        torch.set_num_threads(3)
+        found = results()
+    finally:
+        torch.set_num_threads(before)
+    assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
 @needs_compiler

@@ -234,9 +234,10 @@ K3_API int k3_mla_attend(const void* query, const void* cache, int64_t cache_typ
         if (check_index("mla_attend", "block ids", row, (index.at(t) + block - 1) / block, 0, blocks)) return 1;
         total += index.at(t);
     }
-    // Four items a thread even out unequal contexts; shorter ones than this cost more to merge than they save.
-    constexpr int64_t LEAST = 256;
-    int64_t split = (total / (4 * threads) + CONTEXT_TILE) / CONTEXT_TILE * CONTEXT_TILE, items = 0;
+    // Enough items to even out unequal contexts, whatever the number of threads: the result does not depend on it. Shorter items
+    // than LEAST rows cost more to merge than they save.
+    constexpr int64_t LEAST = 256, ITEMS = 64;
+    int64_t split = (total / ITEMS + CONTEXT_TILE) / CONTEXT_TILE * CONTEXT_TILE, items = 0;
     if (split < LEAST) split = LEAST;
     for (int64_t t = 0; t < tokens; ++t) items += (index.at(t) + split - 1) / split;
     const int64_t floats = round64(mla_scratch(items, heads, latent) * 4);

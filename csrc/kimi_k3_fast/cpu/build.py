@@ -56,8 +56,10 @@ def build(target: Path, driver: Path | None = None, sanitize: bool = False) -> N
                 if result.returncode:
                     raise subprocess.CalledProcessError(result.returncode, result.args, result.stdout, result.stderr)
         target.parent.mkdir(parents=True, exist_ok=True)
-        link = [*flags, *([] if driver is not None else ["-shared"]), *objects, "-o", str(target)]
+        linked = target.with_name(f".{target.name}.{os.getpid()}")  # replaced at once: a server may be starting
+        link = [*flags, *([] if driver is not None else ["-shared"]), *objects, "-o", str(linked)]
         subprocess.run(link, check=True, capture_output=True, text=True)
+        linked.replace(target)
 
 
 def main() -> None:

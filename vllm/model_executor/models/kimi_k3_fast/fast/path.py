@@ -19,6 +19,7 @@ from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
 from . import metadata, watch
+from .backend import pick
 from .executor import Executor
 from .plan import Limits, Plan, plan
 from .views import Backbone
@@ -64,8 +65,9 @@ class FastPath:
         self._limits: Limits | None = None
         self._groups: list[str] = []
         self._state: list[StateView] = []
+        self.backend = pick(settings.cpu_kernels if deployment.platform == "cpu" else "torch")
         self.guard.configure(settings)
-        self.guard.deployment(self.refusals, deployment.facts(), mutations)
+        self.guard.deployment(self.refusals, deployment.facts() | {"backend": str(self.backend)}, mutations)
         if self.refusals and settings.mode == "require":
             reasons = "\n".join(f"  - {r}. {r.reason.action}" for r in self.refusals)
             raise FastPathRequired(f"mode is 'require' and this deployment cannot take the fast path:\n{reasons}")
@@ -157,13 +159,14 @@ class FastPath:
         self._groups = list(dict.fromkeys(group_of.values()))
         self.origin["groups"] = [self._groups.index(group_of[name]) for name, _ in self.layers]
         backbone = self.views(self.generation, group_of)
-        self._executor = Executor(backbone, self.settings.max_tokens)
-        self._limits = Limits(self.settings.max_tokens, self.generation, "torch")
+        self._executor = Executor(backbone, self.backend, self.settings.max_tokens)
+        self._limits = Limits(self.settings.max_tokens, self.generation, self.backend.name)
         self._state = watch.state_views(backbone, self._groups)
         self.guard.bind_state(self.generation, self._state)
         logger.info(
-            "Kimi K3 fast path bound: generation %d, %d layers, %.1f MiB prepared, settings %s",
+            "Kimi K3 fast path bound: generation %d, %s, %d layers, %.1f MiB prepared, settings %s",
             self.generation,
+            self.backend,
             len(backbone.layers),
             backbone.prepared_bytes / 2**20,
             as_dict(self.settings),

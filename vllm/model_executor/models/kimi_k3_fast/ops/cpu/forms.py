@@ -12,6 +12,7 @@ import ctypes
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from ...reasons import Refusal
 from ..experts.torch_form import GROUP
@@ -21,7 +22,6 @@ from . import library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ENTRY_BYTES = {torch.int32: 4, torch.int64: 8}
-Tensor = torch.Tensor
 
 
 def _wrong(op: str, name: str, expected: str, x: Tensor) -> NoReturn:
