@@ -15,7 +15,9 @@ from vllm.model_executor.models.kimi_k3_fast.ops import build
 
 
 def compile_all(specs: Iterable[build.KernelSpec], arch: str) -> None:
-    """Compile every kernel that the store lacks; says how many were new. K3FAST_JOBS limits the processes (default: one for each core)."""
+    """Compile every kernel that the store lacks; says how many were new. K3FAST_JOBS limits the processes (default: one for
+    each core).
+    """
     missing = [s for s in specs if build.store.find(arch, f"{s.name}-{build.content_hash(s, arch)}") is None]
     jobs = int(os.environ.get("K3FAST_JOBS", os.cpu_count() or 1))
     context = multiprocessing.get_context("spawn")

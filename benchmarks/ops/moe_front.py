@@ -59,7 +59,7 @@ def front(quick: bool) -> Iterator[Case]:
                 "hidden": torch.empty(tokens, shared, device="cuda").bfloat16(),
                 **{
                     key: [torch.randn(n, COLUMNS, device="cuda").bfloat16() for _ in range(copies)]
-                    for key, n in zip(("router", "down", "gate_up"), rows)
+                    for key, n in zip(("router", "down", "gate_up"), rows, strict=True)
                 },
             }
             variants: dict[str, Callable[[int], object]] = {"stock (4 launches)": stock_front(s)}

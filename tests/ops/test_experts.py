@@ -84,7 +84,9 @@ def test_every_code_and_scale_decodes_to_its_value() -> None:
 
 
 def test_the_kernels_way_to_decode_is_exact() -> None:
-    """Each word's nibbles as bits 15 and 11..9 of an fp16, by the kernel's two selects and four masks, are the values times 2^-14."""
+    """Each word's nibbles as bits 15 and 11..9 of an fp16, by the kernel's two selects and four masks, are the values times
+    2^-14.
+    """
     generator = torch.Generator().manual_seed(0)
     word = torch.randint(0, 1 << 32, (4096,), generator=generator)
 

@@ -34,11 +34,12 @@ def ceil_div(a: int, b: int) -> int:
 class Tactic:
     """How the work is cut.
 
-    `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes, rounded to whole steps of all tiles. `prefetch`: KiB of its weights, behind
-    those loads, that a block asks into L2 before the dependency wait: memory works while small kernels in front do not use it.
-    `resident`: blocks an SM must be able to hold, which bounds the registers; with two, the next kernel's blocks start while
-    this one still runs. `stages`: 0, or both operands go through so many stages of shared memory, 64 columns each, because the
-    activation of many tokens does not fit there as a whole; `depth` and `prefetch` then have no meaning.
+    `depth`: loads in flight for a lane, counted in (tile, unit) pairs of 64 bytes, rounded to whole steps of all tiles.
+    `prefetch`: KiB of its weights, behind those loads, that a block asks into L2 before the dependency wait: memory works
+    while small kernels in front do not use it. `resident`: blocks an SM must be able to hold, which bounds the registers;
+    with two, the next kernel's blocks start while this one still runs. `stages`: 0, or both operands go through so many
+    stages of shared memory, 64 columns each, because the activation of many tokens does not fit there as a whole; `depth` and
+    `prefetch` then have no meaning.
     """
 
     groups: int = 132
@@ -142,7 +143,8 @@ class Shape:
         if bad:
             return f"expected a number of input columns that is a multiple of {UNIT}, found {bad[0]}"
         if self.smem_bytes > SMEM_LIMIT:
-            return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} (more splits hold less of the activation)"
+            hint = "more splits hold less of the activation"
+            return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} ({hint})"
         if self.tactic.stages and not (self.tactic.stages >= 2 and self.tactic.k_warps <= 2):
             return f"expected at least 2 stages and at most 2 warps for their columns, found {self.tactic}"
         if self.tactic.threads > 1024:
@@ -177,9 +179,9 @@ def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 
 
 
 def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132, splits: int = 2) -> Tactic:
-    """Two blocks share a group's rows along K: each reads half of the activation only, which L2 would hardly deliver to all blocks
-    in full. A cluster lives in one GPC, whose number of SMs is even but no multiple of 4: clusters of 4 cannot cover all SMs, and
-    the group that is left over doubles the time (measured on H200).
+    """Two blocks share a group's rows along K: each reads half of the activation only, which L2 would hardly deliver to all
+    blocks in full. A cluster lives in one GPC, whose number of SMs is even but no multiple of 4: clusters of 4 cannot cover
+    all SMs, and the group that is left over doubles the time (measured on H200).
     """
     while splits > 1 and min(columns) // UNIT < splits:
         splits //= 2

@@ -66,7 +66,8 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        return f"attn_res {c.tokens}x{c.columns} sources {c.prev + 1} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads"
+        shape = f"attn_res {c.tokens}x{c.columns} sources {c.prev + 1}"
+        return f"{shape} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads"
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:

@@ -1,7 +1,9 @@
-"""Single instructions of the tensor-core and shared-memory kernels, each word for word: the step, asynchronous copies, predicated stores.
+"""Single instructions of the tensor-core and shared-memory kernels, each word for word: the step, asynchronous copies,
+predicated stores.
 
-All of it runs while a kernel is traced. Pointers are CuTe pointers (`tensor.iterator + elements`); whether memory may be read yet was decided
-at the door of `ops/order.py` through which the caller got them. `vectors.py` has the plain wide loads and BF16 packing.
+All of it runs while a kernel is traced. Pointers are CuTe pointers (`tensor.iterator + elements`); whether memory may be read
+yet was decided at the door of `ops/order.py` through which the caller got them. `vectors.py` has the plain wide loads and
+BF16 packing.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def prefetch_bytes(source: Any, count: Any, predicate: Boolean) -> None:
 
 
 def mma_bf16(acc: list[Any], a: Words, b0: Any, b1: Any) -> None:
-    """acc[16x8] += a[16x16] b[16x8] by one warp, bf16 in, fp32 out. `acc` holds this lane's four values and is replaced in place."""
+    """acc[16x8] += a[16x16] b[16x8] by one warp, bf16 in, fp32 out. `acc` holds this lane's four values and is replaced in
+    place.
+    """
     acc[:] = inline_ptx(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",

@@ -1,10 +1,10 @@
-"""The skinny matmul on the tensor core, weights from global memory straight into registers. `ops/skinny.py` explains the geometry.
+"""The skinny matmul on the tensor core, weights from global memory straight into registers. `ops/skinny.py` explains the
+geometry.
 
 A kernel uses it in this order, so that the weights' stream starts before the kernel may read anything else:
 
-    block = make_block(shape, rank, rows, [w.early(), ...], Smem(shape))  # who am I, which rows; issues the first loads of weights
-    token = dependency_wait()
-    block.stage(0, x.after(token))                   # the activation into shared memory
+    block = make_block(shape, rank, rows, [w.early(), ...], Smem(shape))  # who am I, which rows; issues the first loads of
+    weights token = dependency_wait() block.stage(0, x.after(token))                   # the activation into shared memory
     block.multiply(0)                                # through a part of K; the ring of loads runs on into the next part
     block.reduce(emit)                               # over warps and the cluster; emit(token, row, value, predicate) stores
 
@@ -33,7 +33,9 @@ PAIR_WORDS = 16  # 4-byte words a lane holds of a tile's 64 columns
 
 @dataclass
 class Rows:
-    """The rows of one group. `pair` > 0: row r of a tile's second half lies `pair` rows after row r of its first half (gate and up)."""
+    """The rows of one group. `pair` > 0: row r of a tile's second half lies `pair` rows after row r of its first half (gate
+    and up).
+    """
 
     first: Any
     last: Any  # exclusive
@@ -75,10 +77,12 @@ class Block:
         self.quad, self.slot = self.lane // 4, self.lane % 4  # row within 8; which 16 bytes of 64
         self.acc = [[[Float32(0.0)] * 4 for _ in range(shape.padded_tokens // 8)] for _ in range(self.tactic.tiles)]
 
-    # -- weights ----------------------------------------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------
 
     def _row_bases(self, weight: Any, part: Any, tile: int) -> list[Any]:
-        """Where this lane starts in its two rows of a tile. Rows past the share are its last row again: the same line, no extra traffic."""
+        """Where this lane starts in its two rows of a tile. Rows past the share are its last row again: the same line, no
+        extra traffic.
+        """
         k = weight.shape[1]
         index = self.rows.first + (self.row_warp * self.tactic.tiles + tile) * self.rows.per_tile + self.quad
         last = self.rows.last - 1
@@ -136,7 +140,7 @@ class Block:
         row = min(self.rows.first + index // TILE * per_tile + within % per_tile, self.rows.last - 1)
         return row + within // per_tile * self.rows.pair
 
-    # -- activation ---------------------------------------------------------------------------------------------------------------------------
+    # -- activation ----------------------------------------
 
     def first_step(self, p: int) -> int:
         return sum(part.steps for part in self.shape.parts[:p])
@@ -154,7 +158,9 @@ class Block:
         return self.smem.activation + (token * self.shape.pitch + slot * UNIT + chunk * 8)
 
     def pieces(self) -> list[tuple[Any, Any, Any]]:
-        """(token, chunk, predicate) of each 16 bytes of a unit that this lane moves. Row warps share the tokens of their common units."""
+        """(token, chunk, predicate) of each 16 bytes of a unit that this lane moves. Row warps share the tokens of their
+        common units.
+        """
         lanes, tokens = 32 * self.tactic.row_warps, self.shape.tokens
         pieces = []
         for i in range(ceil_div(tokens * 8, lanes)):
@@ -168,8 +174,10 @@ class Block:
         cute.arch.cp_async_commit_group()
 
     def stage_normalised(self, p: int, x: Any, weight: list[Words]) -> None:
-        """Part `p` as bf(x * weight), and the sums of squares of x, to shared memory. The factor rsqrt(mean + eps) is one per token and
-        commutes with the product: `scale` applies it afterwards, so nothing waits for a reduction. Ends with a barrier of the block."""
+        """Part `p` as bf(x * weight), and the sums of squares of x, to shared memory. The factor rsqrt(mean + eps) is one per
+        token and commutes with the product: `scale` applies it afterwards, so nothing waits for a reduction. Ends with a
+        barrier of the block.
+        """
         squares = [Float32(0.0) for _ in self.pieces()]
         for j in range(self.shape.parts[p].steps):
             column, wanted = self.columns(p, j)
@@ -210,7 +218,7 @@ class Block:
 
         return factor
 
-    # -- product ------------------------------------------------------------------------------------------------------------------------------
+    # -- product ----------------------------------------
 
     def multiply(self, p: int, pending: int = 0, staged: bool = False) -> None:
         """acc += weights of part `p` times its activation. `pending`: asynchronous groups started after this part's.
@@ -264,13 +272,16 @@ class Block:
             self._load(*following, slot, m)
 
     def _activation(self, p: int, j: int, n: int) -> list[Words]:
-        """This lane's 2 x 16 bytes of token 8n + quad; tokens past the batch repeat the last one and their sums are not stored."""
+        """This lane's 2 x 16 bytes of token 8n + quad; tokens past the batch repeat the last one and their sums are not
+        stored.
+        """
         token = min(n * 8 + self.quad, self.shape.tokens - 1) if self.shape.tokens < n * 8 + 8 else n * 8 + self.quad
         return [load_shared(self.target(p, j, token, self.slot + 4 * h)) for h in (0, 1)]
 
     def _tile(self, acc: Any, slot: int, m: int, n: int, operand: list[Words]) -> None:
-        """acc += one tile's 64 columns. The tensor core cuts what it adds below the last bit of its sum; an exact block lets it add
-        up 64 columns only, and adds those sums in fp32."""
+        """acc += one tile's 64 columns. The tensor core cuts what it adds below the last bit of its sum; an exact block lets
+        it add up 64 columns only, and adds those sums in fp32.
+        """
         at, ring = (m * (self.shape.padded_tokens // 8) + n) * 4, (slot * self.tactic.tiles + m) * PAIR_WORDS
         own = [acc[at + i] for i in range(4)]
         sums = [Float32(0.0)] * 4 if self.exact else list(own)
@@ -289,12 +300,14 @@ class Block:
             for tile in self.acc:
                 tile[n] = [value * columns[i % 2] for i, value in enumerate(tile[n])]
 
-    # -- sums ---------------------------------------------------------------------------------------------------------------------------------
+    # -- sums ----------------------------------------
 
     def reduce(self, emit: Callable[[Any, Any, Callable[[Any], Any], Any], None]) -> None:
-        """Sum over the block's k warps, then over the cluster, both in order of rank, and hand each output of this block to `emit`.
+        """Sum over the block's k warps, then over the cluster, both in order of rank, and hand each output of this block to
+        `emit`.
 
-        emit(token, row, value, predicate): `row` counts from the group's first row; `value(row)` gives the sum of any row of the same tile.
+        emit(token, row, value, predicate): `row` counts from the group's first row; `value(row)` gives the sum of any row of
+        the same tile.
         """
         cute.arch.sync_threads()  # the partial sums take the place of the activation
         self._publish()

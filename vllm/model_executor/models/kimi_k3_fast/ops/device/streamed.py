@@ -1,8 +1,9 @@
-"""The skinny matmul for more tokens than `skinny.Block` can hold in shared memory: 64 columns of both operands at a time, through a
-ring of stages that asynchronous copies fill. Same calls, same sums over warps and cluster.
+"""The skinny matmul for more tokens than `skinny.Block` can hold in shared memory: 64 columns of both operands at a time,
+through a ring of stages that asynchronous copies fill. Same calls, same sums over warps and cluster.
 
-A stage is rows of 128 bytes: the block's rows of the matrix, the tokens, and one row for a norm weight. Odd rows have their halves
-swapped, so that the 16-byte reads of two neighbouring rows share no bank. Two warps share a row's 64 columns, a half each.
+A stage is rows of 128 bytes: the block's rows of the matrix, the tokens, and one row for a norm weight. Odd rows have their
+halves swapped, so that the 16-byte reads of two neighbouring rows share no bank. Two warps share a row's 64 columns, a half
+each.
 """
 
 from __future__ import annotations
@@ -99,13 +100,13 @@ class Streamed(Block):
             copy_async(target, base + Int64(min(token, tokens - 1)) * Int64(pitch), Int32(16), wanted)
 
     def fetch_norm(self, unit: Any, stage: Any) -> None:
-        inside, column = self._where(unit)
+        _, column = self._where(unit)
         target = self._target(stage, self.tactic.rows + self.shape.padded_tokens)
         wanted = (self.thread < 8) & (unit < self.counts[0])
         source = self.norm.iterator + min(column + self.copy_chunk * CHUNK, self.norm.shape[0] - CHUNK)
         copy_async(target, source, Int32(16), wanted)
 
-    # -- the calls of `Block` -------------------------------------------------------------------------------------------------------
+    # -- the calls of `Block` ----------------------------------------
 
     def stage(self, p: int, x: Any) -> None:
         """x [T, columns] bf16 is the activation of part `p`."""
@@ -156,7 +157,7 @@ class Streamed(Block):
 
     def add_squares(self, squares: Any, stage: Any) -> None:
         """squares += those of this thread's 16 columns of a token."""
-        for i, (token, quarter, inside) in enumerate(self._quarters()):
+        for i, (token, quarter, _) in enumerate(self._quarters()):
             row = self.tactic.rows + min(token, self.shape.tokens - 1)
             total = squares[i]
             for c in (0, 1):

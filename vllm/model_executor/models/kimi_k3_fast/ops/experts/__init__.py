@@ -210,7 +210,7 @@ def fitted(config: Config, tactic: Tactic) -> Tactic:
 
 PAIRS = Tactic(grouped=False)
 GROUPED = Tactic(grouped=True, slots=4)
-CUTS = (
+CUTS: tuple[dict[str, int], ...] = (
     {},
     {"warps": 12, "depth": 2},
     {"warps": 16, "depth": 2, "split": 14},

@@ -43,7 +43,7 @@ FETCHERS = 4  # fetching warps of w13: a bulk copy takes its addresses from unif
 SHIFT = 14  # decoded weights are 2^-SHIFT times their value
 
 
-# -- decoding --------------------------------------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------
 
 
 def _select(mask: int, a: Any, b: Any) -> Any:
@@ -124,7 +124,7 @@ def _product(tiles: list[Rows], token: Any, groups: int, together: int) -> list[
     return acc
 
 
-# -- copies and barriers ---------------------------------------------------------------------------------------------------------
+# -- copies and barriers ----------------------------------------
 
 
 def _bulk(target: Any, source: Any, size: Any, barrier: Any, predicate: Any = None) -> None:
@@ -164,7 +164,7 @@ def _store_half(pointer: Any, value: Any) -> None:
     inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[pointer, bounded.to(Float16).bitcast(Uint16)])
 
 
-# -- who goes where --------------------------------------------------------------------------------------------------------------
+# -- who goes where ----------------------------------------
 # An entry is an expert with its pairs [start, end) of the sorted list; where pairs are not grouped, every pair is an entry.
 
 
@@ -184,7 +184,7 @@ def _pair(c: Any, routes: tuple, place: Any) -> Any:
     return routes[1][place] if c.grouped else place
 
 
-# -- SiTU ------------------------------------------------------------------------------------------------------------------------
+# -- SiTU ----------------------------------------
 
 
 def _tanh(x: Any) -> Any:
@@ -204,11 +204,13 @@ def _situ(gate: Any, up: Any, beta: float, linear_beta: float | None) -> Any:
     return Float32(beta) * _tanh(gate * Float32(1.0 / beta)) * sigmoid(gate) * bounded
 
 
-# -- w13 -------------------------------------------------------------------------------------------------------------------------
+# -- w13 ----------------------------------------
 
 
 def _load_token(c: Any, source: Any, target: Any, factor: Any) -> None:
-    """One warp brings a row of z into fp16, in column pairs; `factor` gets the power of two that undoes it and the weights' 2^-14."""
+    """One warp brings a row of z into fp16, in column pairs; `factor` gets the power of two that undoes it and the weights'
+    2^-14.
+    """
     lane = cute.arch.lane_idx()
     units = c.hidden // 8
     words = [load_words(source + cutlass.min(first + lane, units - 1) * 8) for first in range(0, units, 32)]
@@ -439,7 +441,7 @@ def _w13_grouped(
     _roles_w13(c, codes.early(), scales.early(), z.after(token), routes, hidden.after(token), live, memory)
 
 
-# -- w2 --------------------------------------------------------------------------------------------------------------------------
+# -- w2 ----------------------------------------
 
 
 @cute.jit
@@ -585,10 +587,8 @@ def _memory_w2(c: Any) -> tuple:
     def numbers(dtype: Any, count: int) -> Any:
         return allocator.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
-    table = tuple(numbers(Int32, c.entries) for _ in range(3)) + (
-        numbers(Int32, c.rows * c.top_k),
-        numbers(Float32, c.rows * c.top_k),
-    )
+    entries = [numbers(Int32, c.entries) for _ in range(3)]
+    table = (*entries, numbers(Int32, c.rows * c.top_k), numbers(Float32, c.rows * c.top_k))
     sums = numbers(Float32, c.warps * c.rows * c.height)
     barriers = allocator.allocate_array(Int64, c.warps * c.depth, byte_alignment=8)
     _clear(sums, c.warps * c.rows * c.height, 32 * c.warps)
@@ -653,7 +653,7 @@ def _w2_grouped(
     _w2(c, codes.early(), scales.early(), hidden.after(token), routes, weights.after(token), out.after(token), memory)
 
 
-# -- entries ---------------------------------------------------------------------------------------------------------------------
+# -- entries ----------------------------------------
 
 
 def mxfp4_w13_pairs(config, codes, scales, z, ids, num_tokens, hidden, stream):

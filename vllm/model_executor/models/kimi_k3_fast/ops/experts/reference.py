@@ -9,7 +9,9 @@ from .torch_form import E2M1, Weights
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes [..., N, K/2] and scales [..., N, K/32], uint8 -> [..., N, K] float64: w = E2M1(nibble) * 2^(s - 127), NaN where s = 255."""
+    """codes [..., N, K/2] and scales [..., N, K/32], uint8 -> [..., N, K] float64: w = E2M1(nibble) * 2^(s - 127), NaN where
+    s = 255.
+    """
     table = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)
     nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     factor = torch.exp2(scales.double() - 127.0)

@@ -76,7 +76,8 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        return f"moe_front {c.tokens}x{c.columns} rows {c.rows} groups {c.groups} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
+        shape = f"moe_front {c.tokens}x{c.columns} rows {c.rows} groups {c.groups}"
+        return f"{shape} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
@@ -159,7 +160,7 @@ def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
 
 
 def topk_spec(config: TopkConfig) -> KernelSpec:
-    params = (
+    params: tuple[Param, ...] = (
         Param("bias", "f32", (config.experts,), STATIC),
         Param("logits", "f32", (config.tokens, config.experts), ACTIVATION),
         Param("num_tokens", "i32", (1,), ACTIVATION, align=4),

@@ -45,7 +45,8 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        return f"moe_tail {c.tokens}x{c.rows}x({c.latent}+{c.shared}) {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
+        shape = f"moe_tail {c.tokens}x{c.rows}x({c.latent}+{c.shared})"
+        return f"{shape} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:

@@ -110,7 +110,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def spec(config: Config) -> KernelSpec:
-    params = (
+    params: tuple[Param, ...] = (
         Param("w", "bf16", (config.rows, config.columns), STATIC),
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
         Param("prefix", "bf16", (config.tokens, config.rows), STATE),

@@ -41,8 +41,9 @@ class Plan:
     spec: KernelSpec
 
     def __str__(self) -> str:
-        t = self.config.shape.tactic
-        return f"projection {self.config.tokens}x{self.config.rows}x{self.config.columns} {self.spec.name} {t}, {self.config.shape.smem_bytes} B shared"
+        c = self.config
+        shape = f"projection {c.tokens}x{c.rows}x{c.columns}"
+        return f"{shape} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
