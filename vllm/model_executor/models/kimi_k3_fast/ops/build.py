@@ -169,7 +169,7 @@ DTYPES = {
 }
 
 
-# -- identity --------------------------------------------------------------------------------------------------------------------
+# -- identity ----------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
@@ -219,7 +219,7 @@ def content_hash(spec: KernelSpec, arch: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-# -- the store -------------------------------------------------------------------------------------------------------------------
+# -- the store ----------------------------------------
 
 
 @dataclass
@@ -252,7 +252,7 @@ store = default_store()
 compiled_here: list[str] = []  # artefacts that this process had to compile: a serving process wants this empty
 
 
-# -- compiling -------------------------------------------------------------------------------------------------------------------
+# -- compiling ----------------------------------------
 
 
 def _guarded(spec: KernelSpec) -> Callable[..., None]:
@@ -390,7 +390,7 @@ def ensure(spec: KernelSpec, arch: str) -> Path:
     return folder
 
 
-# -- running ---------------------------------------------------------------------------------------------------------------------
+# -- running ----------------------------------------
 
 
 @dataclass

@@ -85,7 +85,7 @@ def verify_kernels(archs: Sequence[str] = ARCHS, op: str | None = None, jobs: in
         yield Verdict(**{**verdict, "findings": tuple(verdict["findings"])})
 
 
-# -- one kernel in one process ---------------------------------------------------------------------------------------------------
+# -- one kernel in one process ----------------------------------------
 
 
 def _in_parallel(work: Callable[[KernelSpec, str], Any], archs: Sequence[str], op: str | None, jobs: int) -> Iterator[Any]:

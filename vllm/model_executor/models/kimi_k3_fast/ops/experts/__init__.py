@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
@@ -210,7 +210,7 @@ def fitted(config: Config, tactic: Tactic) -> Tactic:
 
 PAIRS = Tactic(grouped=False)
 GROUPED = Tactic(grouped=True, slots=4)
-CUTS: tuple[dict[str, int], ...] = (
+CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"warps": 12, "depth": 2},
     {"warps": 16, "depth": 2, "split": 14},

@@ -185,7 +185,7 @@ def _kda(
         # paired with the wait below: no peer is written to before it has started and made its barriers
         cute.arch.cluster_arrive()
 
-    # -- static: weights on their way before the dependency wait -----------------------------------------------------------------
+    # -- static: weights on their way before the dependency wait ----------------------------------------
     copy = cute.make_copy_atom(cute.nvgpu.cpasync.CopyG2SOp(), BFloat16, num_bits_per_copy=128)
     copy_state = cute.make_copy_atom(
         cute.nvgpu.cpasync.CopyG2SOp(cute.nvgpu.cpasync.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
@@ -209,7 +209,7 @@ def _kda(
     own_value = part * values + group * rows + lane % rows  # the V row that this thread writes out
     norm = Float32(norm_weight.early()[own_value])
 
-    # -- dynamic -----------------------------------------------------------------------------------------------------------------
+    # -- dynamic ----------------------------------------
     token_ready = dependency_wait()
     if cutlass.const_expr(not c.early_release):
         release_dependents()

@@ -28,7 +28,7 @@ KEYS = 64  # keys of one attention tile
 NEGATIVE_INFINITY = -float("inf")
 
 
-# -- small pieces ----------------------------------------------------------------------------------------------------------------
+# -- small pieces ----------------------------------------
 
 
 def _at(tensor, offset, divisible_by=8):
@@ -128,7 +128,7 @@ def _chunks(c, tokens):
     return min((c.tokens + tokens - 1) // tokens, 4)
 
 
-# -- query: norms, q_b, cache insert ---------------------------------------------------------------------------------------------
+# -- query: norms, q_b, cache insert ----------------------------------------
 
 
 @cute.kernel
@@ -235,7 +235,7 @@ def _project(
                     _store_row_piece(cached, start + LATENT + lane * 8, words, factor, c.fp8)
 
 
-# -- query: absorb W_UK ----------------------------------------------------------------------------------------------------------
+# -- query: absorb W_UK ----------------------------------------
 
 
 @cute.kernel
@@ -296,7 +296,7 @@ def _absorb(q: Dynamic, w_uk: Static, scales: Static, query: Output, c: cutlass.
         cute.arch.sync_threads()
 
 
-# -- attention over the paged latents --------------------------------------------------------------------------------------------
+# -- attention over the paged latents ----------------------------------------
 
 
 class _Tile:
@@ -525,7 +525,7 @@ def _merge(partial: Dynamic, partial_lse: Dynamic, latent: Output, lse: Output, 
         lse[row] = cutlass.select_(total > 0.0, natural, Float32(NEGATIVE_INFINITY))
 
 
-# -- value projection and gate ---------------------------------------------------------------------------------------------------
+# -- value projection and gate ----------------------------------------
 
 
 @cute.kernel
@@ -565,7 +565,7 @@ def _value(x: Dynamic, latent: Dynamic, w_uv: Static, y: Output, c: cutlass.Cons
         cute.arch.sync_threads()
 
 
-# -- entries ---------------------------------------------------------------------------------------------------------------------
+# -- entries ----------------------------------------
 
 
 def mla_project(c, x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, q, stream):

@@ -168,7 +168,7 @@ class Flow:
             bits |= state.origins.get(register, 0)
         return bits
 
-    # -- solving -----------------------------------------------------------------------------------------------------------------
+    # -- solving ----------------------------------------
 
     def _block_starts(self) -> set[int]:
         starts = {0, *self.program.labels.values()}
