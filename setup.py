@@ -37,7 +37,7 @@ class BuildLibrary(build_ext):
             print(f"vllm-kimi-k3-fast: no CPU kernels, the PyTorch forms serve instead. The C++ compiler said: {detail}")
 
     def copy_extensions_to_source(self) -> None:
-        if Path(self.get_ext_fullpath(self.extensions[0].name)).exists():
+        if Path(self.build_lib, self.get_ext_filename(self.extensions[0].name)).exists():
             super().copy_extensions_to_source()
 
 
