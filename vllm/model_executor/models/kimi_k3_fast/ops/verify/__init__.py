@@ -84,7 +84,7 @@ class _Judge:
             self.waits_somewhere = True
         for memory in instruction.memory:
             if memory.space in (Space.GLOBAL, Space.GENERIC):
-                bits = flow.origins(memory, state)
+                bits = flow.origins(memory, state, instruction.guard)
                 for problem in self._problems(instruction, memory, bits, state):
                     self.findings[instruction.text, problem] = None
 

@@ -76,6 +76,8 @@ class Instruction:
     params: int = 0  # parameters whose pointer the instruction reads directly
     each: tuple[int, ...] = ()  # per written register, when they differ (a wide load of several parameters)
     guarded: bool = False  # under a predicate: may not execute
+    guard: str = ""  # that predicate with its sign, where it is known ("@!P1")
+    predicates: frozenset[str] = frozenset()  # predicates named among the operands, and so perhaps written
     targets: tuple[str, ...] = ()  # labels
     barrier: str = ""  # name of the convergence barrier of SET_JOIN and JOIN
     system: bool = False
@@ -104,9 +106,16 @@ class State:
     may_have_polled: bool = False  # a strong load of a peer's memory: what a later fence turns into an acquire
     fenced: bool = False
     joins: dict[str, frozenset[str]] = field(default_factory=dict)
+    # What a register holds where the guard it was last written under is true; known within a basic block only.
+    under: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def copy(self) -> State:
-        return replace(self, origins=dict(self.origins), joins=dict(self.joins))
+        return replace(self, origins=dict(self.origins), joins=dict(self.joins), under={})
+
+    def of(self, register: str, guard: str) -> int:
+        """Origins of a register as an instruction under `guard` sees it."""
+        written_under, bits = self.under.get(register, ("", 0))
+        return bits if guard and guard == written_under else self.origins.get(register, 0)
 
     def merge(self, other: State) -> bool:
         """Weaken this state to what holds on both paths. True if that changed it."""
@@ -161,11 +170,11 @@ class Flow:
         for point, state in self.states.items():
             self._walk(point, state.copy(), visit)
 
-    def origins(self, memory: Memory, state: State) -> int:
-        """Bits of what an access may touch."""
+    def origins(self, memory: Memory, state: State, guard: str = "") -> int:
+        """Bits of what an access of an instruction under `guard` may touch."""
         bits = memory.params
         for register in memory.address:
-            bits |= state.origins.get(register, 0)
+            bits |= state.of(register, guard)
         return bits
 
     # -- solving ----------------------------------------
@@ -244,7 +253,7 @@ class Flow:
         elif instruction.kind is Kind.BARRIER and state.may_have_acquired:
             state.acquired = True
         for memory in instruction.memory:
-            touched = self.origins(memory, state)
+            touched = self.origins(memory, state, instruction.guard)
             if memory.use is not Use.STORE and memory.strong and memory.system and touched & self.peer_bits:
                 state.may_have_polled = True
                 if memory.acquire:
@@ -261,24 +270,30 @@ class Flow:
     def _write(self, instruction: Instruction, state: State) -> None:
         bits = instruction.params
         for register in instruction.reads:
-            bits |= state.origins.get(register, 0)
+            bits |= state.of(register, instruction.guard)
         for memory in instruction.memory:
             if memory.use in (Use.LOAD, Use.ATOMIC):
-                bits = self._loaded(memory, state)
+                bits = self._loaded(memory, state, instruction.guard)
             elif memory.space is not Space.GLOBAL:
                 for register in instruction.stored:
                     self._remember(memory.space, state.origins.get(register, 0))
+        for register, (guard, _) in list(state.under.items()):
+            if guard.lstrip("@!") in instruction.predicates:
+                del state.under[register]
         for i, register in enumerate(instruction.writes):
             new = instruction.each[i] if instruction.each else bits
             state.origins[register] = new | (state.origins.get(register, 0) if instruction.guarded else 0)
+            state.under.pop(register, None)
+            if instruction.guard:
+                state.under[register] = (instruction.guard, new)
 
-    def _loaded(self, memory: Memory, state: State) -> int:
+    def _loaded(self, memory: Memory, state: State, guard: str) -> int:
         if memory.space is Space.SHARED:
             return self.in_shared
         if memory.space is Space.LOCAL:
             return self.in_local
         bits = DATA
-        touched = self.origins(memory, state)
+        touched = self.origins(memory, state, guard)
         if memory.space is Space.GENERIC and touched & SHARED:
             bits |= self.in_shared | self.in_local
         for parameter, pointee in self.pointees.items():

@@ -73,7 +73,7 @@ def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
         if match:
             guard, opcode, operands = match.groups()
             program.instructions.append(
-                _Reader(bool(guard) and guard not in ("@PT", "@UPT"), opcode, operands, offsets).instruction()
+                _Reader(guard if guard and guard not in ("@PT", "@UPT") else "", opcode, operands, offsets).instruction()
             )
     if not program.instructions:
         raise Unresolved("expected SASS instructions, found none")
@@ -83,8 +83,8 @@ def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
 class _Reader:
     """One SASS instruction taken apart."""
 
-    def __init__(self, guarded: bool, opcode: str, operands: str, offsets: list[tuple[int, int]]) -> None:
-        self.guarded, self.opcode = guarded, opcode
+    def __init__(self, guard: str, opcode: str, operands: str, offsets: list[tuple[int, int]]) -> None:
+        self.guard, self.guarded, self.opcode = guard.strip(), bool(guard), opcode
         self.head, *self.parts = opcode.split(".")
         self.operands = [
             part.strip().replace(".reuse", "") for part in re.sub(r"\(\*.*?\*\)", "", operands).split(",") if part.strip()
@@ -100,6 +100,7 @@ class _Reader:
 
     def instruction(self) -> Instruction:
         result = Instruction(self.text, guarded=self.guarded, kind=self._kind(), system="SYS" in self.parts)
+        result.predicates = frozenset(re.findall(r"\bU?P\d\b", " ".join(self.operands)))
         if result.kind in (Kind.BRANCH, Kind.CALL, Kind.SET_JOIN):
             self._jump(result)
             return result
@@ -109,9 +110,11 @@ class _Reader:
         result.memory = self._accesses()
         written = self._written()
         result.writes = tuple(written)
+        result.guard = self.guard
         sources = self.operands[1:] if written and _REGISTER.fullmatch(self.operands[0]) else self.operands
         if written and not _REGISTER.fullmatch(self.operands[0]):
-            result.guarded = True  # a predicate comes first: which register is written is a guess, so nothing is forgotten
+            # A predicate comes first: which register is written is a guess, so nothing is forgotten.
+            result.guarded, result.guard = True, ""
         result.reads = tuple(register for operand in sources for register in _REGISTER.findall(_without_descriptor(operand)))
         self._constants(result, sources)
         if any(
