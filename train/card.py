@@ -25,7 +25,7 @@ Python {python}. All of it is generated (`train/tasks.py`): no text of anyone's.
 throughout, so the weights here are those that were trained. Seed {seed}. To make it again:
 
     python train/train.py --minutes {budget} --seed {seed} --out OUT
-
+{resumed}
     cp OUT/checkpoint/* OUT/metrics.json {folder}/ && make record
 
 The last command writes this card and records the scores that the gate compares with. The schedule follows the clock and atomics
@@ -48,8 +48,8 @@ Arithmetic: a chain of additions and subtractions modulo 1000, every column writ
 | --- | --- | --- |
 {arithmetic}
 
-Served by vLLM, both paths, with the gate's own items: `evals/baselines/tiny.json`; what deliberate faults do to the score:
-`evals/sensitivity.json`.
+Served by vLLM, both paths, with the gate's own items: `evals/baselines/tiny.json`. What deliberate faults do to the score is
+measured by `evals/sensitivity.py`.
 
 ## Limits
 
@@ -72,7 +72,15 @@ def card(metrics: dict, folder: str) -> str:
         else:
             arithmetic.append(f"| {size.removesuffix('steps')} | {score['exact']:.1%} | {score['token']:.3%} |")
     needles = sorted({n for row in retrieval.values() for n in row})
+    resumed = ""
+    if metrics["resumed_from"]:
+        flags = f"--stage {arguments['stage']} --matrix-lr {arguments['matrix_lr']} --other-lr {arguments['other_lr']}"
+        resumed = f"""
+This was a second leg: add `--resume FIRST_OUT {flags}`.
+The first leg was `--minutes 8.8` alone (12,846 steps), with long chains of arithmetic drawn less often.
+"""
     return CARD.format(
+        resumed=resumed,
         weights=f"{metrics['weights_bytes']:,}",
         longest=f"{int(arguments['longest']):,}",
         steps=f"{metrics['steps']:,}",
