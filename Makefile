@@ -17,7 +17,7 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-deps --no-compile --quiet
 PINNED := $(INSTALL) --require-hashes
 
-.PHONY: help install dev demo serve test lint format eval record bench doctor lock clean
+.PHONY: help install dev demo serve test soak lint format eval record bench doctor lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -54,8 +54,18 @@ demo: install ## serve the trained tiny checkpoint, ask it three things, show wh
 serve: install ## the demo's server, kept running on PORT
 	@$(VENV)/bin/k3fast demo --keep --port $(PORT)
 
+# One process for each: an engine or a patched module of one suite must not be another's surroundings.
+SUITES := "tests/test_layout.py tests/test_settings.py tests/fast tests/scope tests/patches tests/cli" \
+    "tests/guard --ignore tests/guard/test_engine.py" tests/model tests/ops tests/ops_cpu tests/evals tests/train \
+    tests/guard/test_engine.py tests/engine tests/server
+
 test: dev ## everything CI runs
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@failed=""; for suite in $(SUITES); do \
+	    echo "== $$suite"; $(PY) -m pytest -q $$suite $(PYTEST_ARGS) || failed="$$failed [$$suite]"; done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+soak: dev ## the long tests that CI leaves out: deliberate faults through a server, long random load
+	@$(PY) -m pytest -q -m soak tests $(PYTEST_ARGS)
 
 lint: dev ## formatter, linter, type checker
 	@$(PY) -m ruff format --check .

@@ -23,7 +23,7 @@ from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 from vllm.model_executor.models.kimi_k3_fast.evaluation import arm as arms
 from vllm.model_executor.models.kimi_k3_fast.evaluation import gate, output, suites
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.soak]
 CHECKPOINT = suites.EVALS.parent / "checkpoints" / "k3-tiny"
 BROKEN = [name for name in k3_faults.FAULTS if name not in ("none", "preemption")]
 
