@@ -57,7 +57,7 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        **kwargs: object,
+        **unused: object,
     ) -> torch.Tensor:
         """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm."""
         ids = input_ids if inputs_embeds is None else None

@@ -138,7 +138,7 @@ class KimiK3ForCausalLM(nn.Module, HasInnerState, IsHybrid):
         positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        **kwargs: object,
+        **unused: object,
     ) -> torch.Tensor:
         """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm. The model uses no positions."""
         if inputs_embeds is None:
