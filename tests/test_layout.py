@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[frozenset[str], object]] = {
         frozenset({"reasons", "settings", "scope", "ops", "guard", "model"}),
         {"metadata.py", "views.py", "served.py", "standard.py", "standard_views.py", "replay.py"},
     ),
-    "guard": (frozenset({"reasons"}), {"api.py", "metrics.py"}),
+    "guard": (frozenset({"reasons"}), {"api.py"}),
     "patches": (frozenset({"reasons", "guard"}), "no"),
     "evaluation": (frozenset({"reasons"}), "no"),
 }
@@ -92,6 +92,20 @@ def test_imports_follow_the_arrows(file: Path) -> None:
         elif name.split(".")[0] == "vllm" and vllm != "yes" and (vllm == "no" or file.name not in vllm):
             wrong.append(f"line {line}: vLLM ({name}) may be imported here by {vllm if vllm != 'no' else 'nobody'}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_and_the_picture_show_the_arrows() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)\S*` \|.*\| ([\w, ]+?)(?:;[^|]*)? \|$", (ROOT / "docs/architecture.md").read_text(), flags=re.MULTILINE
+    )
+    assert dict(rows).pop("cli") == "everything"
+    table = {room: set(known.split(", ")) - {"nothing"} for room, known in rows if room != "cli"}
+    assert table == {room: set(rooms) for room, (rooms, _) in ARROWS.items()}
+    picture = (ROOT / "docs/architecture.svg").read_text()
+    drawn = set(re.findall(r'<path id="(\w+)-(\w+)"', picture))
+    assert drawn == {(room, other) for room, (rooms, _) in ARROWS.items() for other in rooms - {"reasons"}}
+    named = picture.partition('font-weight="bold">')[2]  # after the title
+    assert not [room for room in (*ARROWS, "cli") if not re.search(rf">{room}\b", named)]
 
 
 def test_ops_use_torch_and_the_dsl_only() -> None:
