@@ -1,8 +1,8 @@
 """Audit: nothing outside a step's write-set may change, by digests of all state before and after the step.
 
 One 64-bit digest for each row (a slot of recurrent state, a token of a paged cache, a whole buffer): a weighted sum of its
-words modulo 2^64 with odd weights, so that any change of one word shows for certain. Groups of caches share memory; a write
-declared by one view excuses the slots of other views at the same addresses, and nothing else.
+64-bit words modulo 2^64 with odd weights, so that any change of one word shows for certain. Groups of caches share memory; a
+write declared by one view excuses the slots of other views at the same addresses, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .ledger import NULL_SLOT, Finding
 from .records import StateView, WriteSet
 
 CHUNK_BYTES = 32 << 20
+_WORDS = {8: torch.int64, 4: torch.int32, 1: torch.uint8}  # bytes of a word, widest first
 
 
 def digests(view: StateView) -> torch.Tensor:
@@ -28,10 +29,10 @@ def digests(view: StateView) -> torch.Tensor:
     for first in range(0, tensor.shape[0], each):
         part = tensor[first : first + each].detach().contiguous()
         words = part.view(part.shape[0] * view.rows_per_slot, -1).view(torch.uint8)
-        if words.shape[1] % 4 == 0:
-            words = words.view(torch.int32)
+        width = next(n for n in _WORDS if words.shape[1] % n == 0 and words.data_ptr() % n == 0)
+        words = words.view(_WORDS[width])
         weights = torch.arange(words.shape[1], device=words.device, dtype=torch.int64) * 0x5851F42D4C957F2D * 2 + 1
-        parts.append((words.to(torch.int64) * weights).sum(dim=1))
+        parts.append((words * weights).sum(dim=1))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 

@@ -40,14 +40,7 @@ def own_error(dtype: torch.dtype, width: int = 1024) -> float:
 
 def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
     """sqrt(mean |found - expected|^2 / mean |expected|^2); infinite where only one of them is not finite."""
-    found, expected = found.double(), expected.double()
-    finite = torch.isfinite(expected)
-    if not torch.equal(finite, torch.isfinite(found)):
-        return math.inf
-    found, expected = found[finite], expected[finite]
-    error = (found - expected).square().sum().item()
-    scale = expected.square().sum().item()
-    return 0.0 if error == 0.0 else math.sqrt(error / scale) if scale else math.inf
+    return _distances(found[None], expected[None])[0]
 
 
 @dataclass(frozen=True)
@@ -90,11 +83,18 @@ def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: 
 
 
 def _distances(ours: torch.Tensor, theirs: torch.Tensor) -> list[float]:
-    return [relative_rms(a, b) for a, b in zip(_rows(ours), _rows(theirs), strict=True)]
+    """`relative_rms` of each row of [rows, ...]."""
+    found, expected = _rows(ours), _rows(theirs)
+    finite = torch.isfinite(expected)
+    alike = (torch.isfinite(found) == finite).all(1)
+    error = torch.where(finite, found - expected, 0.0).square().sum(1)
+    scale = torch.where(finite, expected, 0.0).square().sum(1)
+    distance = torch.where(error == 0.0, 0.0, (error / scale).sqrt())
+    return torch.where(alike, distance, math.inf).tolist()
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu").reshape(tensor.shape[0], -1)
+    return tensor.detach().to("cpu", torch.float64).reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def _computed_in(dtype: torch.dtype, tensors: Tensors) -> torch.dtype:
