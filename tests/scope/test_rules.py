@@ -7,12 +7,12 @@ import pytest
 
 from vllm.model_executor.models.kimi_k3_fast.reasons import Level, Reason
 from vllm.model_executor.models.kimi_k3_fast.scope import Deployment, refusals, rules
-from vllm.model_executor.models.kimi_k3_fast.settings import Settings
+from vllm.model_executor.models.kimi_k3_fast.settings import Sampling, Settings
 
 PLAIN = Deployment(attention_heads=8, kda_heads=8)
 REFUSED = [
     ({"architecture": "LlamaForCausalLM"}, Reason.MODEL_NOT_K3),
-    ({"device_arch": "sm_90a"}, Reason.UNVALIDATED),
+    ({"device_arch": "sm_100a"}, Reason.UNVALIDATED),
     ({"device_arch": "sm_80a"}, Reason.OP_ARCH),
     ({"dtype": "float16"}, Reason.DTYPE),
     ({"kv_cache_dtype": "fp8"}, Reason.CACHE_DTYPE),
@@ -31,6 +31,19 @@ REFUSED = [
     ({"prompt_embeds": True}, Reason.PROMPT_EMBEDS),
     ({"replay_ssm": True}, Reason.REPLAY_SSM),
     ({"features": ("no AttnRes",)}, Reason.MODEL_FEATURES),
+    ({"offload": True}, Reason.OFFLOAD),
+]
+CUDA = dataclasses.replace(PLAIN, platform="cuda", device_arch="sm_90a", runner="v2", cudagraph="full_and_piecewise")
+REFUSED_ON_CUDA = [
+    ({"device_arch": "sm_80a"}, Reason.OP_ARCH),
+    ({"dtype": "float32"}, Reason.DTYPE),
+    ({"kv_cache_dtype": "float32"}, Reason.CACHE_DTYPE),
+    ({"kv_cache_dtype": "fp8"}, Reason.CACHE_DTYPE),
+    ({"runner": "v1"}, Reason.RUNNER),
+    ({"cudagraph": "none"}, Reason.CUDA_GRAPHS),
+    ({"cudagraph": "piecewise"}, Reason.CUDA_GRAPHS),
+    ({"state_dtype": "bfloat16"}, Reason.STATE_LAYOUT),
+    ({"conv_layout": "DS"}, Reason.STATE_LAYOUT),
 ]
 
 
@@ -48,20 +61,37 @@ def test_each_rule_refuses_alone_and_says_what_it_found(change, reason):
     assert value is True or str(value[0] if isinstance(value, tuple) else value) in found[0].detail
 
 
+@pytest.mark.parametrize(("change", "reason"), REFUSED_ON_CUDA, ids=lambda v: v.code if isinstance(v, Reason) else "")
+def test_each_rule_of_gpus_refuses_alone_and_says_what_it_found(change, reason):
+    lifted = Settings(allow_unvalidated=True)
+    assert refusals(CUDA, lifted) == ()
+    found = refusals(dataclasses.replace(CUDA, **change), lifted)
+    assert [r.reason for r in found] == [reason]
+    assert next(iter(change.values())) in found[0].detail
+
+
+@pytest.mark.parametrize("arch", rules.COMPILED_FOR)
+def test_a_gpu_without_a_recorded_run_needs_the_operator_to_say_so(arch):
+    found = refusals(dataclasses.replace(CUDA, device_arch=arch), Settings())
+    assert [r.reason for r in found] == ([] if arch in rules.RUN_ON else [Reason.UNVALIDATED])
+    assert refusals(dataclasses.replace(CUDA, device_arch=arch), Settings(allow_unvalidated=True)) == ()
+
+
+@pytest.mark.parametrize("sampled", [{"audit": Sampling(5)}, {"shadow": Sampling(5)}])
+def test_sampling_is_refused_where_steps_are_graphs(sampled):
+    found = refusals(CUDA, Settings(allow_unvalidated=True, **sampled))
+    assert [r.reason for r in found] == [Reason.GUARD_SAMPLING] and next(iter(sampled)) in found[0].detail
+    assert refusals(PLAIN, Settings(**sampled)) == ()
+
+
 def test_all_reasons_are_given_at_once():
     changes = {k: v for change, _ in REFUSED for k, v in change.items()}
     found = {r.reason for r in refusals(dataclasses.replace(PLAIN, **changes), Settings(mode="off"))}
     assert found == {reason for _, reason in REFUSED} - {Reason.UNVALIDATED} | {Reason.MODE_OFF}
 
 
-def test_unvalidated_hardware_needs_the_operator_to_say_so():
-    hopper = dataclasses.replace(PLAIN, device_arch="sm_90a")
-    assert refusals(hopper, Settings(allow_unvalidated=True)) == ()
-    assert refusals(dataclasses.replace(PLAIN, device_arch="sm_80a"), Settings(allow_unvalidated=True)) != ()
-
-
 def test_every_deployment_reason_has_a_rule():
-    covered = {reason for _, reason in REFUSED} | {Reason.MODE_OFF}
+    covered = {reason for _, reason in REFUSED + REFUSED_ON_CUDA} | {Reason.MODE_OFF, Reason.GUARD_SAMPLING}
     elsewhere = {Reason.BASE_VERSION}
     source = Path(rules.__file__).read_text(encoding="utf-8")
     named = {r for r in Reason if r.level is Level.DEPLOYMENT and r.name in source}
@@ -70,5 +100,6 @@ def test_every_deployment_reason_has_a_rule():
 
 def test_readers_find_every_refusal_in_the_table_of_support():
     table = (Path(__file__).parents[2] / "docs/support.md").read_text(encoding="utf-8").partition("## Refused")[2]
-    missing = {reason.code for _, reason in REFUSED if f"`{reason.code}`" not in table}
+    named = {reason for _, reason in REFUSED + REFUSED_ON_CUDA} | {Reason.GUARD_SAMPLING}
+    missing = {reason.code for reason in named if f"`{reason.code}`" not in table}
     assert not missing

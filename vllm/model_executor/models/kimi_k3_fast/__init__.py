@@ -29,13 +29,12 @@ def register() -> None:
 
     if current_platform.is_cpu():
         _register_cpu()
+    elif current_platform.is_cuda():
+        _register_cuda()
 
 
 def _watches(vllm_config: Any) -> bool:
-    """Whether the guard follows this engine: it serves a model of the family, and the fork is on.
-
-    Raises RuntimeError for mode `require` where no model of the fork is registered, so that no fast step could ever come.
-    """
+    """Whether the guard follows this engine: it serves a model of the family, and the fork is on, where its steps can be seen."""
     from vllm.platforms import current_platform
 
     from . import settings
@@ -43,13 +42,9 @@ def _watches(vllm_config: Any) -> bool:
 
     if vllm_config.model_config.architecture not in K3_ARCHITECTURES:
         return False
-    mode = settings.load(vllm_config.additional_config).mode
-    if mode == "require" and not current_platform.is_cpu():
-        raise RuntimeError(
-            f"mode is 'require': expected a CPU, where the fast path serves, found {current_platform.device_type}. "
-            "Set mode to 'auto' to let vLLM's own model answer; docs/support.md says what has been run where."
-        )
-    return mode != "off"
+    if settings.load(vllm_config.additional_config).mode == "off":
+        return False
+    return current_platform.is_cpu() or (current_platform.is_cuda() and vllm_config.use_v2_model_runner)
 
 
 def _register_cpu() -> None:
@@ -64,3 +59,11 @@ def _register_cpu() -> None:
     register_quantization()
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}.fast.served:ServedKimiK3ForCausalLM")
+
+
+def _register_cuda() -> None:
+    """On CUDA the models of the family are stock's, with the fast path in their decode graphs."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"):
+        ModelRegistry.register_model(architecture, f"{__name__}.fast.cuda:Fast{architecture}")

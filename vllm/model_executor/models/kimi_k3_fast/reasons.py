@@ -146,6 +146,51 @@ class Reason(enum.Enum):
         "Leave `--use-replayssm` off.",
     )
 
+    RUNNER = Explained(
+        "runner",
+        Level.DEPLOYMENT,
+        "On GPUs the fast path lives in the V2 model runner's decode graphs.",
+        "Leave VLLM_USE_V2_MODEL_RUNNER unset, and serve without the features for which vLLM falls back to its V1 runner.",
+    )
+    CUDA_GRAPHS = Explained(
+        "cuda_graphs",
+        Level.DEPLOYMENT,
+        "On GPUs fast steps are FULL CUDA graphs of decode batches, and none are captured.",
+        "Leave `--enforce-eager` off and cudagraph_mode at FULL_AND_PIECEWISE or FULL_DECODE_ONLY.",
+    )
+    GUARD_SAMPLING = Explained(
+        "guard_sampling",
+        Level.DEPLOYMENT,
+        "Audit and shadow run a step's parts one by one on the host's word; a replayed CUDA graph is one launch.",
+        "Leave `audit` and `shadow` at 0 on GPUs.",
+    )
+    STATE_LAYOUT = Explained(
+        "state_layout",
+        Level.DEPLOYMENT,
+        "The recurrent or convolution state has another type or order than the fast path reads.",
+        "Leave the Mamba cache dtypes and VLLM_SSM_CONV_STATE_LAYOUT at their defaults (fp32 state, SD).",
+    )
+    OFFLOAD = Explained(
+        "offload",
+        Level.DEPLOYMENT,
+        "Weights that move between host and device have no fixed address for the fast path's views.",
+        "Leave `--cpu-offload-gb` and the offload groups at 0.",
+    )
+
+    # -- weights and caches ----------------------------------
+    WEIGHTS_LAYOUT = Explained(
+        "weights_layout",
+        Level.WEIGHTS,
+        "The loaded weights do not lie as the fast path's kernels read them.",
+        "See the detail; the standard path serves such checkpoints.",
+    )
+    CACHES_LAYOUT = Explained(
+        "caches_layout",
+        Level.CACHES,
+        "The bound caches do not lie as the fast path's kernels read them, or an operator has no kernel for them.",
+        "See the detail; the standard path serves such caches.",
+    )
+
     # -- step ----------------------------------------
     STEP_PREFILL = Explained(
         "step_prefill",
@@ -178,6 +223,12 @@ class Reason(enum.Enum):
         "Lower `--max-num-seqs`, or accept the standard path at this batch size.",
     )
 
+    STEP_NOT_CAPTURED = Explained(
+        "step_not_captured",
+        Level.STEP,
+        "The runner did not run the step as a FULL CUDA graph of a size that was prepared.",
+        "Give a larger `max_cudagraph_capture_size` or sizes nearer to the batch; eager steps are otherwise rare.",
+    )
     PLAN_QUARANTINED = Explained(
         "plan_quarantined",
         Level.STEP,

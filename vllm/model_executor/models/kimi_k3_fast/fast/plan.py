@@ -19,6 +19,7 @@ class StepKey:
     requests: requests in the step. tokens: real tokens; padded: rows that the kernels see. prompt_tokens: tokens of requests
     that are still in their prompt. width: tokens of each request when all are equal (1 in plain decode, 1 + drafts when
     verifying), else 0. bound: generation of the caches that are bound now; 0 before any is (the memory profile runs then).
+    mode: how the runner runs it: "none" (eager), "piecewise" or "full" (one CUDA graph).
     """
 
     requests: int
@@ -27,15 +28,18 @@ class StepKey:
     prompt_tokens: int
     width: int
     bound: int
+    mode: str = "none"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the executor was built for. generation: the cache binding its views belong to. backend: which op halves it runs."""
+    """What the executor was built for. generation: the cache binding its views belong to. backend: which op halves it runs.
+    sizes: the padded batches whose kernels are ready, where they are made for single sizes and run in FULL graphs only."""
 
     max_tokens: int
     generation: int
     backend: str
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ def plan(key: StepKey, limits: Limits) -> Plan | tuple[Refusal, ...]:
         found.append(Refusal(Reason.STEP_WIDTH, f"expected 1 token a request, found {width}"))
     if key.padded > limits.max_tokens:
         found.append(Refusal(Reason.STEP_TOO_MANY_TOKENS, f"expected at most {limits.max_tokens} rows, found {key.padded}"))
+    elif limits.sizes is not None and (key.mode != "full" or key.padded not in limits.sizes):
+        how = "eagerly" if key.mode == "none" else f"in {key.mode} graphs"
+        ready = ", ".join(map(str, limits.sizes)) or "none"
+        found.append(Refusal(Reason.STEP_NOT_CAPTURED, f"{key.padded} rows run {how}; FULL graphs are ready for {ready}"))
     if key.bound != limits.generation:
         found.append(
             Refusal(Reason.STALE_BINDING, f"caches of generation {key.bound} are bound, views are of {limits.generation}")

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.sequence import IntermediateTensors
 
 from .. import settings
-from ..guard import Guard, Mutation, current
+from ..guard import Mutation, current
 from ..model.causal_lm import KimiK3ForCausalLM
 from ..model.moe import SparseMoE, imposed
 from ..model.platform import MUTATIONS
 from ..scope import deployment
 from . import replay, standard
+from .metadata import bind_ranks
 from .path import FastPath
-
-
-def bind_ranks(guard: Guard) -> None:
-    """Name this process' rank, and let the guards of a tensor-parallel group compare their decisions over its host-side group."""
-    group = get_tp_group()
-    guard.rank = f"rank{group.rank_in_group}"
-
-    def all_gather(numbers: list[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(group.world_size)]
-        torch.distributed.all_gather(everyone, mine, group=group.cpu_group)
-        return [theirs.tolist() for theirs in everyone]
-
-    if group.world_size > 1:
-        guard.bind_ranks(group.rank_in_group, group.world_size, all_gather)
 
 
 class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):

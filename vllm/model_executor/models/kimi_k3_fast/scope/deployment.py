@@ -39,6 +39,9 @@ class Deployment:
     prompt_embeds: bool = False
     replay_ssm: bool = False
     cudagraph: str = "none"  # vLLM's cudagraph_mode of decode steps, lower case
+    runner: str = "v1"  # which of vLLM's model runners: "v1" or "v2"
+    conv_layout: str = "SD"  # of the convolution state: (state, dim) or "DS"
+    offload: bool = False  # weights move between host and device
     attention_heads: int = 0
     kda_heads: int = 0
     features: tuple[str, ...] = ()  # of the model's configuration, those that the fast path does not plan
@@ -58,8 +61,10 @@ def device_arch(platform: Any) -> str:
 
 def read(vllm_config: Any) -> Deployment:
     """The facts of a resolved `VllmConfig`."""
+    import vllm.envs as envs
     from vllm.platforms import current_platform
 
+    offload, graphs = vllm_config.offload_config, str(vllm_config.compilation_config.cudagraph_mode)
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     text = model.hf_text_config
     linear = getattr(text, "linear_attn_config", None) or {}
@@ -88,7 +93,10 @@ def read(vllm_config: Any) -> Deployment:
         sleep_mode=model.enable_sleep_mode,
         prompt_embeds=model.enable_prompt_embeds,
         replay_ssm=cache.use_replayssm,
-        cudagraph=str(vllm_config.compilation_config.cudagraph_mode).rpartition(".")[2].lower(),
+        cudagraph="none" if model.enforce_eager else graphs.rpartition(".")[2].lower(),
+        runner="v2" if current_platform.is_cuda() and vllm_config.use_v2_model_runner else "v1",
+        conv_layout=envs.VLLM_SSM_CONV_STATE_LAYOUT or "SD",
+        offload=offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         attention_heads=int(getattr(text, "num_attention_heads", 0) or 0),
         kda_heads=int(linear.get("num_heads", 0) or 0),
         features=_features_not_planned(text, linear, bool(quantization)),

@@ -17,8 +17,9 @@ RULES: list[Rule] = []
 # What has been run, and by which evidence it stands. docs/support.md shows it to readers.
 RUN_ON = ("cpu",)
 COMPILED_FOR = ("sm_90a", "sm_100a", "sm_103a")
-DTYPES = ("bfloat16", "float32")
-CACHE_DTYPES = ("auto", "bfloat16", "float32")
+DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16",)}
+CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float32"), "cuda": ("auto", "bfloat16")}
+DECODE_GRAPHS = ("full", "full_decode_only", "full_and_piecewise")
 
 
 def rule(function: Rule) -> Rule:
@@ -59,7 +60,7 @@ def device(d: Deployment, settings: Settings) -> Refusal | None:
             return None
         return Refusal(
             Reason.UNVALIDATED,
-            f"the executor was run on {', '.join(RUN_ON)}; on {d.device_arch} only single operators were compiled or run; "
+            f"there is evidence for {', '.join(RUN_ON)}, none recorded for the executor on {d.device_arch}; "
             "`allow_unvalidated` takes it all the same",
         )
     return Refusal(Reason.OP_ARCH, f"expected one of {', '.join(RUN_ON + COMPILED_FOR)}, found {d.device_arch}")
@@ -67,14 +68,45 @@ def device(d: Deployment, settings: Settings) -> Refusal | None:
 
 @rule
 def dtype(d: Deployment, _: Settings) -> Refusal | None:
-    return None if d.dtype in DTYPES else Refusal(Reason.DTYPE, f"expected one of {', '.join(DTYPES)}, found {d.dtype}")
+    known = DTYPES.get(d.platform, DTYPES["cpu"])
+    return None if d.dtype in known else Refusal(Reason.DTYPE, f"expected one of {', '.join(known)}, found {d.dtype}")
 
 
 @rule
 def cache_dtype(d: Deployment, _: Settings) -> Refusal | None:
-    if d.kv_cache_dtype in CACHE_DTYPES:
+    known = CACHE_DTYPES.get(d.platform, CACHE_DTYPES["cpu"])
+    if d.kv_cache_dtype in known:
         return None
-    return Refusal(Reason.CACHE_DTYPE, f"expected one of {', '.join(CACHE_DTYPES)}, found {d.kv_cache_dtype}")
+    return Refusal(Reason.CACHE_DTYPE, f"expected one of {', '.join(known)}, found {d.kv_cache_dtype}")
+
+
+@rule
+def runner(d: Deployment, _: Settings) -> Refusal | None:
+    if d.platform != "cuda" or d.runner == "v2":
+        return None
+    return Refusal(Reason.RUNNER, f"expected the v2 model runner, found {d.runner}")
+
+
+@rule
+def cuda_graphs(d: Deployment, _: Settings) -> Refusal | None:
+    if d.platform != "cuda" or d.cudagraph in DECODE_GRAPHS:
+        return None
+    return Refusal(Reason.CUDA_GRAPHS, f"expected a cudagraph_mode of {', '.join(DECODE_GRAPHS)}, found {d.cudagraph}")
+
+
+@rule
+def guard_sampling(d: Deployment, settings: Settings) -> Refusal | None:
+    asked = [name for name in ("audit", "shadow") if getattr(settings, name).every]
+    if d.platform != "cuda" or not asked:
+        return None
+    return Refusal(Reason.GUARD_SAMPLING, f"expected no sampling of steps on GPUs, found {' and '.join(asked)}")
+
+
+@rule
+def state_layout(d: Deployment, _: Settings) -> Refusal | None:
+    if d.platform != "cuda" or (d.state_dtype in ("float32", "auto") and d.conv_layout == "SD"):
+        return None
+    return Refusal(Reason.STATE_LAYOUT, f"expected fp32 state and SD convolution state, found {d.state_dtype}, {d.conv_layout}")
 
 
 @rule
@@ -118,4 +150,5 @@ _feature(Reason.SPECULATION, lambda d: f"speculative method {d.speculation}" if 
 _feature(Reason.KV_CONNECTOR, lambda d: f"KV connector {d.kv_connector}" if d.kv_connector else None)
 _feature(Reason.SLEEP_MODE, lambda d: "sleep mode is enabled" if d.sleep_mode else None)
 _feature(Reason.PROMPT_EMBEDS, lambda d: "prompt embeddings are enabled" if d.prompt_embeds else None)
+_feature(Reason.OFFLOAD, lambda d: "weights are offloaded" if d.offload else None)
 _feature(Reason.REPLAY_SSM, lambda d: "ReplaySSM is enabled" if d.replay_ssm else None)

@@ -1,0 +1,321 @@
+"""The executor on GPUs: one decode step as a chain of our kernels over stock's weights and caches, made to be captured.
+
+`prepare` compiles and loads every kernel of a padded batch size and makes its buffers; `run` only launches. Both belong to one
+binding of the caches. AttnRes updates the residual prefix and closes blocks itself; with one rank, o_proj adds to the prefix in
+its own launch. With several ranks the partial sums (o_proj, the latent, the tail) go through `reduce`, stock's all-reduce: the
+up-projection, which every rank holds whole, is scaled by 1/ranks through its norm's weight, a power of two and so exact, and is
+summed with the shared experts' partial in one exchange.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..ops import attn_res, build, experts, kda, mla, moe_front, moe_tail, oproj, projection
+from .compile_kernels import compile_missing
+from .cuda_views import Dense, Kda, Layer, Mix, Mla, Model, Moe
+
+ROWS = 64  # of the residual's buffers: the largest batch of any kernel
+TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "u8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What a step's kernels read of vLLM's batch, at addresses that stay for every replay of a graph.
+
+    slots: by KDA layer, [T, 1] int32 (<= 0: a padded row). rows, tables, lengths: by MLA layer, [T] int64 (negative: not
+    written), [T, pages] int32, [T] int32 (0: a padded row). num_tokens: [1] int32, the real rows.
+    """
+
+    slots: Mapping[str, torch.Tensor]
+    rows: Mapping[str, torch.Tensor]
+    tables: Mapping[str, torch.Tensor]
+    lengths: Mapping[str, torch.Tensor]
+    num_tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of one binding. conv [slots, 3, 3 h d] bf16 and state [slots, h, d, d] fp32 by KDA layer; latent [pages, block,
+    576] bf16 by MLA layer."""
+
+    conv: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+    latent: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All kernels of one batch size. attn_res: by (closed blocks, delta pending, block to close, norm)."""
+
+    tokens: int
+    attn_res: dict[tuple[int, bool, int, bool], Any]
+    matmul: dict[tuple[str, int, int], Any]  # projections and o_proj, by what they do and their size
+    kda: dict[str, Any]
+    mla: dict[str, Any]
+    mla_scratch: dict[str, torch.Tensor]
+    front: Any = None
+    topk: Any = None
+    experts: Any = None
+    tail: Any = None
+
+
+@dataclass
+class StartUp:
+    """What preparing cost, in seconds and counts."""
+
+    kernels: int = 0
+    compiled: int = 0
+    compile_seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernels} kernels in {self.prepare_seconds:.1f} s, of these {self.compiled} compiled in "
+            f"{self.compile_seconds:.1f} s; {self.bytes / 2**20:.1f} MiB of buffers"
+        )
+
+
+@dataclass
+class Executor:
+    """Runs steps over `model` and `caches`. pages: width of each MLA layer's block table. ranks: of the tensor-parallel group.
+
+    Raises ValueError in `prepare` where an operator has no kernel for a shape.
+    """
+
+    model: Model
+    caches: Caches
+    pages: Mapping[str, int]
+    arch: str
+    ranks: int = 1
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    device: torch.device | str = "cuda"
+    cost: StartUp = field(default_factory=StartUp)
+
+    def __post_init__(self) -> None:
+        self.ready: dict[int, Ready] = {}
+        d, m = self.model.hidden, self.model
+        self.prefix, self.blocks = self._zeros("bf16", ROWS, d), self._zeros("bf16", m.closed, ROWS, d)
+        self.mixed, self.delta, self.hidden, self.out = (self._zeros("bf16", ROWS, d) for _ in range(4))
+        attention = [layer.attention for layer in m.layers]
+        widest = max((a.in_proj.shape[0] for a in attention), default=0)
+        self.packed = self._zeros("bf16", ROWS * widest)
+        self.y = self._zeros("bf16", ROWS * max((a.o_proj.shape[1] for a in attention), default=0))
+        self.scales = torch.ones(2, device=self.device)
+        moe = [layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)]
+        self.tail_norm = {id(w): self._shared_norm(w.norm) for w in moe}
+        if moe:
+            self._moe_buffers(moe)
+        self.cost.bytes += m.prepared.bytes
+
+    def _shared_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm if self.ranks == 1 else self.model.prepared(lambda: norm / self.ranks)
+
+    def _zeros(self, dtype: str, *shape: int) -> torch.Tensor:
+        made = torch.zeros(*shape, dtype=TORCH[dtype], device=self.device)
+        self.cost.bytes += made.numel() * made.element_size()
+        return made
+
+    def _moe_buffers(self, moe: Sequence[Moe]) -> None:
+        first = moe[0]
+        shapes = {(w.router.shape, w.down.shape, w.gate_up.shape, w.experts.w13.shape, w.top_k) for w in moe}
+        if len(shapes) > 1:
+            raise ValueError(f"expected MoE layers of one shape, found {len(shapes)}")
+        chosen, latent = first.router.shape[0], first.down.shape[0]
+        pairs, width, shared = ROWS * first.top_k, first.experts.w13.shape[1] // 2, first.gate_up.shape[0] // 2
+        whole = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=self.device)  # noqa: E731
+        self.logits, self.z = torch.zeros(ROWS, chosen, device=self.device), self._zeros("bf16", ROWS, latent)
+        self.routed, self.shared = self._zeros("bf16", ROWS, latent), self._zeros("bf16", ROWS, shared)
+        self.inner = self._zeros("bf16", pairs, width)
+        self.ids, self.weights = whole(ROWS, first.top_k), torch.zeros(ROWS, first.top_k, device=self.device)
+        self.offsets, self.pairs, self.active = whole(chosen + 1), whole(pairs), whole(chosen)
+        self.num_active, self.arrived = whole(1), whole(1)
+
+    # -- before capture ----------------------------------------
+
+    def prepare(self, sizes: Iterable[int], say: Callable[[str], None] = lambda text: None) -> None:
+        """Compile, load and allocate for these padded batch sizes. Raises ValueError where an operator refuses a shape."""
+        wanted = [tokens for tokens in sizes if tokens not in self.ready]
+        if not wanted:
+            return
+        started = time.monotonic()
+        specs = [spec for tokens in wanted for spec in self._plans(tokens, load=False)[1]]
+        before = time.monotonic()
+        self.cost.compiled += compile_missing(specs, self.arch, say)
+        self.cost.compile_seconds += time.monotonic() - before
+        for tokens in wanted:
+            self.ready[tokens] = self._plans(tokens, load=True)[0]
+        for spec in dict.fromkeys(specs):
+            build.get(spec, self.arch)
+            self.cost.kernels += 1
+        self.cost.prepare_seconds += time.monotonic() - started
+
+    def mixes(self) -> list[tuple[int, bool, int, bool]]:
+        """Every form of AttnRes that a step runs, as keys of `Ready.attn_res`."""
+        found = [key for layer in self.model.layers for key in (self._before_attention(layer), self._before_mlp(layer))]
+        return list(dict.fromkeys([*found, self._at_end()]))
+
+    def _before_attention(self, layer: Layer) -> tuple[int, bool, int, bool]:
+        return layer.prev, layer.index > 0, layer.write, True
+
+    def _before_mlp(self, layer: Layer) -> tuple[int, bool, int, bool]:
+        """With one rank o_proj has updated the prefix already; with several, its reduced sum is still to be added."""
+        closes = layer.write >= 0
+        return layer.prev + closes, self.ranks > 1 and not closes, -1, True
+
+    def _at_end(self) -> tuple[int, bool, int, bool]:
+        return self.model.closed, True, -1, False
+
+    def _plans(self, tokens: int, load: bool) -> tuple[Ready, list[build.KernelSpec]]:
+        """The plans of one batch size and the kernels that they need; `load=False` compiles nothing."""
+        m, arch, specs = self.model, self.arch, []
+
+        def plain(op: Any, config: Any) -> Any:
+            planned = op.plan(config, arch)
+            specs.append(planned.spec)
+            return planned
+
+        mixes = {}
+        for prev, delta, write, norm in self.mixes():
+            config = attn_res.Config(tokens, m.hidden, prev, delta, write, norm, m.eps, closed=m.closed, rows=ROWS)
+            mixes[prev, delta, write, norm] = plain(attn_res, config)
+        matmul: dict[tuple[str, int, int], Any] = {}
+        recurrent: dict[str, Any] = {}
+        attending: dict[str, Any] = {}
+        scratch: dict[str, torch.Tensor] = {}
+        for layer in m.layers:
+            a = layer.attention
+            rows, inner = a.in_proj.shape[0], a.o_proj.shape[1]
+            if ("in", rows, m.hidden) not in matmul:
+                matmul["in", rows, m.hidden] = plain(projection, projection.Config(tokens, rows, m.hidden))
+            update = self._update(layer)
+            if (update, m.hidden, inner) not in matmul:
+                config = (
+                    projection.Config(tokens, m.hidden, inner)
+                    if update == "out"
+                    else oproj.Config(tokens, m.hidden, inner, update=update)
+                )
+                matmul[update, m.hidden, inner] = plain(projection if update == "out" else oproj, config)
+            if isinstance(a, Kda):
+                made = kda.plan(
+                    kda.Config(a.heads, tokens, rows, lower_bound=a.lower_bound, norm_eps=a.norm_eps), arch, load=load
+                )
+                recurrent[a.name] = made
+                specs.append(made.spec)
+            else:
+                shape = mla.Config(
+                    a.heads,
+                    tokens,
+                    rows,
+                    block_size=self.caches.latent[a.name].shape[1],
+                    pages=self.pages[a.name],
+                    q_rank=a.q_b.shape[1],
+                    norm_eps=a.norm_eps,
+                    scale=a.scale,
+                )
+                attending[a.name] = found = mla.plan(shape, arch, load=load)
+                specs.extend(found.specs.values())
+                if load and not scratch:
+                    scratch = {name: self._zeros(dtype, *size) for name, (size, dtype) in found.scratch_shapes().items()}
+        shapes = {tuple(sorted(plan.scratch_shapes().items())) for plan in attending.values()}
+        if len(shapes) > 1:
+            raise ValueError(f"expected MLA layers of one shape, found {len(shapes)}")
+        ready = Ready(tokens, mixes, matmul, recurrent, attending, scratch)
+        moe = next((layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)), None)
+        if moe is None:
+            return ready, specs
+        return self._with_experts(ready, moe, load, plain, specs), specs
+
+    def _with_experts(self, ready: Ready, moe: Moe, load: bool, plain: Callable[[Any, Any], Any], specs: list) -> Ready:
+        m, tokens, arch = self.model, ready.tokens, self.arch
+        chosen, latent, shared = moe.router.shape[0], moe.down.shape[0], moe.gate_up.shape[0] // 2
+        situ = {"beta": m.situ_beta, "linear_beta": m.situ_linear_beta}
+        front = plain(moe_front, moe_front.Config(tokens, m.hidden, chosen, latent, shared, **situ))
+        width = moe.experts.w13.shape[1] // 2
+        config = experts.Config(tokens, latent, width, chosen, moe.top_k, **situ)
+        routed = experts.plan(config, arch, compiled=load)
+        specs.extend(routed.specs)
+        choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, grouped=routed.tactic.grouped)
+        topk = moe_front.topk_plan(choice, arch)
+        specs.append(topk.spec)
+        tail = plain(moe_tail, moe_tail.Config(tokens, m.hidden, latent, shared, m.eps))
+        parts = {name: getattr(ready, name) for name in ("tokens", "attn_res", "matmul", "kda", "mla", "mla_scratch")}
+        return Ready(**parts, front=front, topk=topk, experts=routed, tail=tail)
+
+    def _update(self, layer: Layer) -> str:
+        """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
+        return "out" if self.ranks > 1 else "write" if layer.write >= 0 else "add"
+
+    # -- a step ----------------------------------------
+
+    def run(self, tokens: int, embedded: torch.Tensor, step: StepTensors) -> torch.Tensor:
+        """embedded [T, D] bf16 -> hidden [T, D] bf16 before the final norm, in a buffer of this executor. Writes the caches."""
+        ready = self.ready.get(tokens)
+        if ready is None:
+            raise ValueError(f"expected a batch of one of {sorted(self.ready)} rows, for which kernels are ready, found {tokens}")
+        self.prefix[:tokens].copy_(embedded)
+        delta = self.delta[:tokens]
+        for layer in self.model.layers:
+            self._mix(ready, self._before_attention(layer), layer.attention_mix, delta, self.mixed)
+            after = self._attention(ready, layer, step)
+            self._mix(ready, self._before_mlp(layer), layer.mlp_mix, delta if after is None else after, self.mixed)
+            mixed = self.mixed[:tokens]
+            delta = layer.mlp.forward(mixed) if isinstance(layer.mlp, Dense) else self._experts(ready, layer.mlp, step, mixed)
+        self._mix(ready, self._at_end(), self.model.final_mix, delta, self.hidden)
+        return self.hidden[:tokens]
+
+    def _mix(self, ready: Ready, key: tuple[int, bool, int, bool], mix: Mix, delta: torch.Tensor, out: torch.Tensor) -> None:
+        plan = ready.attn_res[key]
+        attn_res.run(plan, mix.score, mix.norm, delta, self.blocks, self.prefix, out[: ready.tokens])
+
+    def _attention(self, ready: Ready, layer: Layer, step: StepTensors) -> torch.Tensor | None:
+        """Up to the prefix. Returns what AttnRes has still to add to it, if anything."""
+        a, t, hidden = layer.attention, ready.tokens, self.model.hidden
+        rows, inner = a.in_proj.shape[0], a.o_proj.shape[1]
+        packed, y = self.packed[: t * rows].view(t, rows), self.y[: t * inner].view(t, inner)
+        projection.run(ready.matmul["in", rows, hidden], self.mixed[:t], a.in_proj, packed)
+        if isinstance(a, Kda):
+            slots, conv, state = step.slots[a.name], self.caches.conv[a.name], self.caches.state[a.name]
+            weights = (a.conv, a.f_b, a.a_log, a.dt_bias, a.out_norm)
+            kda.run(ready.kda[a.name], packed, *weights, slots, conv, state, y)
+        else:
+            self._mla(ready, a, step, packed, y)
+        update = self._update(layer)
+        if update != "out":
+            oproj.run(ready.matmul[update, hidden, inner], y, a.o_proj, self.prefix[:t])
+            return None
+        out = self.out[:t]
+        projection.run(ready.matmul[update, hidden, inner], y, a.o_proj, out)
+        summed = self.reduce(out)
+        if layer.write >= 0:
+            self.prefix[:t].copy_(summed)
+            return None
+        return summed
+
+    def _mla(self, ready: Ready, a: Mla, step: StepTensors, packed: torch.Tensor, y: torch.Tensor) -> None:
+        where = (step.rows[a.name], self.caches.latent[a.name], step.tables[a.name], step.lengths[a.name])
+        weights = (a.q_norm, a.kv_norm, a.q_b, a.w_uk, a.w_uv)
+        mla.run(ready.mla[a.name], packed, *weights, self.scales, *where, y, ready.mla_scratch)
+
+    def _experts(self, ready: Ready, w: Moe, step: StepTensors, mixed: torch.Tensor) -> torch.Tensor:
+        """This layer's update of the prefix, summed over the ranks."""
+        t = ready.tokens
+        logits, z, shared, routed, delta = (b[:t] for b in (self.logits, self.z, self.shared, self.routed, self.delta))
+        moe_front.run(ready.front, mixed, w.router, w.down, w.gate_up, logits, z, shared)
+        pairs, ids, weights = self.pairs[: t * w.top_k], self.ids[:t], self.weights[:t]
+        groups = None
+        if ready.topk.config.grouped:
+            groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)
+        moe_front.run_topk(ready.topk, logits, w.bias, step.num_tokens, ids, weights, groups)
+        routing = experts.Routing(ids, weights, step.num_tokens, self.offsets, pairs, self.active, self.num_active)
+        scratch = experts.Scratch(self.inner[: t * w.top_k])
+        experts.run(ready.experts, w.experts, z, routing, scratch, routed)
+        latent = routed if self.ranks == 1 else self.reduce(routed)
+        moe_tail.run(ready.tail, latent, shared, self.tail_norm[id(w)], w.up, w.shared_down, delta)
+        return delta if self.ranks == 1 else self.reduce(delta)

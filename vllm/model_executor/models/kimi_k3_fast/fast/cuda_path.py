@@ -1,0 +1,260 @@
+"""The fast path of one model on GPUs, from load to replay: what the served class and the model state hand their calls to.
+
+A replayed CUDA graph runs no Python, so everything is decided before: at load (do stock's weights lie as the kernels read
+them?), at each binding of the caches (generation), and once for each captured graph. The runner's own warm-up comes right
+before a capture with the same batch; the first one of a binding compiles and loads the kernels of all sizes, each runs its size
+once. Verdicts that could differ between ranks (a weight, a cache, a compiler) are agreed before they are acted upon: one rank's
+refusal is everyone's, else some would wait for others in a collective.
+
+Steps that run no FULL graph are recorded here, right before they run on stock's path: eager and PIECEWISE steps, with prompts,
+too large, or turned away from their graph because its plan was retired.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import guard as guards
+from ..guard import GraphKey, Guard, Mutation, Path
+from ..reasons import Reason, Refusal
+from ..scope import Deployment, refusals
+from ..settings import Settings, as_dict
+from .cuda_executor import Caches, Executor, StepTensors
+from .cuda_views import Kda, KeptExperts, LayoutError, Model, view_model
+from .plan import Limits, Plan, StepKey, plan
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "cute"
+DISPATCH = Mutation(
+    "CudaGraphManager.dispatch",
+    "vLLM's",
+    "asks the guard first",
+    "a retired plan is baked into its graph: such a batch must run eagerly on the standard path",
+)
+
+AllGather = Callable[[list[int]], list[list[int]]]
+
+
+class FastPathRequired(RuntimeError):
+    """`mode: require` where the fast path cannot be taken: the server does not start."""
+
+
+class CudaPath:
+    """One rank's fast path. kept: the routed experts of each MoE layer, copied at load. sizes: the padded decode batches that the
+    runner captures. ranks: of the tensor-parallel group; reduce: its all-reduce; all_gather: over its host side (None: one rank).
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        settings: Settings,
+        sizes: Sequence[int],
+        kept: Callable[[], dict[int, KeptExperts]],
+        copied_bytes: int,
+        ranks: int = 1,
+        reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        all_gather: AllGather | None = None,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        self.guard: Guard = guards.current()
+        self.settings, self.arch, self.ranks, self.reduce, self.device = settings, deployment.device_arch, ranks, reduce, device
+        self.sizes = tuple(sorted(size for size in set(sizes) if size <= settings.max_tokens))
+        self.refusals = (*refusals(deployment, settings), *guards.refused_patches.values())
+        self.generation = 0
+        self.model: Model | None = None
+        self.executor: Executor | None = None
+        self.staged: StepKey | None = None
+        self._gather = all_gather
+        self._caches: Caches | None = None
+        self._turned_away: str | None = None
+        mutations: list[Mutation] = []
+        if not self.refusals:
+            self.kept = kept()
+            size = f"{copied_bytes / 2**30:.2f} GiB"
+            why = "stock repacks the routed experts and drops the layout that the kernels read: a copy is kept beside it"
+            mutations = [DISPATCH, Mutation("memory for routed experts", size, f"twice {size}", why)]
+        self.guard.configure(settings)
+        self._facts, self._mutations = deployment.facts() | {"backend": BACKEND}, mutations
+        self.guard.deployment(self.refusals, self._facts, mutations)
+        if deployment.runner != "v2":
+            self.guard.watching = False  # the V1 runner's graphs say nothing that a record could be closed by
+        self._keep_promise()
+
+    def _keep_promise(self) -> None:
+        if self.refusals and self.settings.mode == "require":
+            reasons = "\n".join(f"  - {r}. {r.reason.action}" for r in self.refusals)
+            raise FastPathRequired(f"mode is 'require' and this deployment cannot take the fast path:\n{reasons}")
+
+    def _agree(self, refusal: Refusal | None) -> None:
+        """Take over a rank-local verdict: this rank's refusal, or the word that another rank has one. A collective."""
+        if self._gather is not None:
+            bad = [rank for rank, (found,) in enumerate(self._gather([int(refusal is not None)])) if found]
+            if bad and refusal is None:
+                refusal = Refusal(Reason.CACHES_LAYOUT, f"rank {bad[0]} refused; its own report says why")
+        if refusal is not None:
+            self.refusals = (*self.refusals, refusal)
+            self.executor = None
+            self.guard.deployment(self.refusals, self._facts, self._mutations)
+            self._keep_promise()
+
+    # -- load and binding ----------------------------------------
+
+    def loaded(self, stock: Any) -> None:
+        """Weights are loaded and processed: take views of stock's text model. Raises FastPathRequired in mode `require`."""
+        if self.refusals:
+            return
+        refusal = None
+        try:
+            self.model = view_model(stock, self.kept)
+        except (LayoutError, AttributeError) as error:
+            refusal = Refusal(Reason.WEIGHTS_LAYOUT, str(error))
+        self._agree(refusal)
+
+    def bound(self, caches: Caches) -> None:
+        """vLLM bound caches: views of them belong to a new generation. Kernels are made at the first warm-up behind it."""
+        self.generation += 1
+        self._caches, self.executor, self.staged = caches, None, None
+
+    def _prepare(self, step: StepTensors) -> None:
+        """Kernels and buffers of every size, once for each binding: in the first warm-up, which knows the block tables' width."""
+        assert self.model is not None and self._caches is not None
+        refusal, executor = None, None
+        try:
+            check_caches(self._caches)
+            pages = {name: table.shape[1] for name, table in step.tables.items()}
+            executor = Executor(self.model, self._caches, pages, self.arch, self.ranks, self.reduce, self.device)
+            executor.prepare(self.sizes, lambda text: logger.info("Kimi K3 fast path: %s", text))
+        except (ValueError, RuntimeError, TypeError, OSError) as error:
+            logger.exception("Kimi K3 fast path: not prepared")
+            refusal = Refusal(Reason.CACHES_LAYOUT, f"{type(error).__name__}: {error}")
+        self.executor = executor
+        self._agree(refusal)
+        if self.executor is None or executor is None:
+            return
+        self.guard.peak("startup_compile_seconds", executor.cost.compile_seconds)
+        self.guard.peak("startup_prepare_seconds", executor.cost.prepare_seconds)
+        self.guard.peak("startup_prepared_bytes", executor.cost.bytes)
+        logger.info(
+            "Kimi K3 fast path ready: generation %d, batches of %s, %s; settings %s",
+            self.generation,
+            ", ".join(map(str, self.sizes)),
+            executor.cost,
+            as_dict(self.settings),
+        )
+
+    # -- a graph's life ----------------------------------------
+
+    def stage(self, requests: int, tokens: int, uniform: bool) -> None:
+        """The runner prepares a dummy batch to be captured as one FULL graph: its warm-up and capture follow."""
+        self.staged = StepKey(requests, tokens, tokens, 0, 1 if uniform and requests == tokens else 0, self.generation, "full")
+
+    def forward(
+        self, embed: Callable[[], torch.Tensor], step: Callable[[], StepTensors | Refusal], capturing: bool
+    ) -> torch.Tensor | None:
+        """The staged batch on the path that is planned for it: hidden states [T, D], or None for stock's path.
+
+        embed: the batch's embeddings [T, D]. step: its index tensors. capturing: the stream is being captured; else it is the
+        warm-up. What a capture decided is told to the guard, under the graph's key.
+        """
+        staged = self.staged
+        assert staged is not None
+        decided = self._decide(staged, step, capturing)
+        if capturing:
+            graph = GraphKey("full", staged.padded, staged.requests, staged.width == 1)
+            self.guard.planned(graph, decided.key if isinstance(decided, Plan) else decided)
+        if not isinstance(decided, Plan):
+            return None
+        tensors = step()
+        assert self.executor is not None and isinstance(tensors, StepTensors)
+        if capturing:
+            return self.executor.run(staged.padded, embed(), tensors)
+        return self._warm_up(staged, embed, tensors)
+
+    def _warm_up(self, staged: StepKey, embed: Callable[[], torch.Tensor], tensors: StepTensors) -> torch.Tensor | None:
+        """Run a size once: the first launch loads each kernel onto the device, which a capture forbids."""
+        assert self.executor is not None
+        refusal, hidden = None, None
+        try:
+            hidden = self.executor.run(staged.padded, embed(), tensors)
+            if torch.device(self.device).type == "cuda":
+                torch.cuda.synchronize()
+        except (ValueError, RuntimeError, TypeError) as error:
+            logger.exception("Kimi K3 fast path: the warm-up of %d rows failed", staged.padded)
+            refusal = Refusal(Reason.CACHES_LAYOUT, f"warm-up of {staged.padded} rows: {type(error).__name__}: {error}")
+        self._agree(refusal)
+        return hidden if self.executor is not None else None
+
+    def _decide(self, key: StepKey, step: Callable[[], StepTensors | Refusal], capturing: bool) -> Plan | tuple[Refusal, ...]:
+        if self.refusals:
+            return self.refusals
+        if key.width == 1 and key.padded <= self.settings.max_tokens:
+            tensors = step()
+            if isinstance(tensors, Refusal):
+                return (tensors,)
+            if not capturing and self.executor is None:
+                self._prepare(tensors)
+        ready = tuple(self.executor.ready) if self.executor is not None else ()
+        return self.refusals or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, ready))
+
+    # -- steps ----------------------------------------
+
+    def turn_away(self, tokens: int) -> bool:
+        """Whether a batch of this many padded rows must not replay its graph, because its plan was retired. Ranks retire plans at
+        the same step, so all answer alike."""
+        key = f"decode/{tokens}/{BACKEND}"
+        retired = self.guard.quarantined(key)
+        self._turned_away = key if retired else None
+        return retired
+
+    def record(self, key: StepKey) -> None:
+        """A real step is about to run. A FULL graph's was closed when it was dispatched; any other runs stock's path."""
+        self.staged = None
+        retired, self._turned_away = self._turned_away, None
+        if key.mode == "full":
+            return
+        decided = self.refusals or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, self._ready()))
+        found = () if isinstance(decided, Plan) else decided
+        if retired:
+            found = (Refusal(Reason.PLAN_QUARANTINED, f"plan {retired}"), *found)
+        self.guard.close_step(Path.STANDARD, found, retired, key.requests, key.tokens, key.tokens - key.prompt_tokens, 0)
+
+    def _ready(self) -> tuple[int, ...]:
+        return tuple(self.executor.ready) if self.executor is not None else ()
+
+
+def check_caches(caches: Caches) -> None:
+    """Raises ValueError where a cache has another type or order than the kernels read."""
+    for name, conv in caches.conv.items():
+        state = caches.state[name]
+        if conv.dtype != torch.bfloat16 or conv.dim() != 3 or conv.shape[1] != 3 or conv.stride()[1:] != (conv.shape[2], 1):
+            raise ValueError(f"{name}: expected convolution state [slots, 3, 3 h d] bf16, found {_seen(conv)}")
+        if (
+            state.dtype != torch.float32
+            or state.dim() != 4
+            or state.stride()[1:] != (state.shape[2] * state.shape[3], state.shape[3], 1)
+        ):
+            raise ValueError(f"{name}: expected recurrent state [slots, h, d, d] fp32, found {_seen(state)}")
+    for name, latent in caches.latent.items():
+        if latent.dtype != torch.bfloat16 or latent.dim() != 3 or latent.stride()[1:] != (latent.shape[2], 1):
+            raise ValueError(f"{name}: expected latent rows [pages, block, 576] bf16, found {_seen(latent)}")
+
+
+def _seen(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+
+
+def caches_of(model: Model, bound: Callable[[str], Any]) -> Caches:
+    """The caches that vLLM has bound. bound: a layer's `kv_cache`, by its name."""
+    conv, state, latent = {}, {}, {}
+    for layer in model.layers:
+        name = layer.attention.name
+        if isinstance(layer.attention, Kda):
+            conv[name], state[name] = bound(name)[:2]
+        else:
+            latent[name] = bound(name)
+    return Caches(conv, state, latent)
