@@ -83,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 _ROOM = __name__.rpartition(".")[0]  # the `ops` package
-_FORMAT = 1  # raise when the artefact's files or calling convention change
+_FORMAT = 2  # raise when the artefact's files or calling convention change
 
 
 class Access(enum.Enum):
@@ -335,6 +335,28 @@ def tool(name: str) -> str:
     return on_path
 
 
+@contextlib.contextmanager
+def _largest_carveout() -> Iterator[None]:
+    """Every launch asks for the largest shared-memory carve-out, as a launch attribute: the DSL's `preferred_smem_carveout` reaches
+    only kernels that the DSL itself loads, no exported ones. Kernels of different carve-outs cannot share an SM, so a change between
+    two of them drains it, and the later one's weights cannot be on their way early.
+    """
+    from cutlass import Int32
+    from cutlass._mlir.dialects import cuda as dialect
+
+    plain = dialect.launch_cfg_cooperative
+
+    def with_carveout(config: Any, value: Any, **place: Any) -> Any:
+        dialect.launch_cfg_shared_mem_carveout(config, Int32(100).ir_value(**place), **place)
+        return plain(config, value, **place)
+
+    dialect.launch_cfg_cooperative = with_carveout
+    try:
+        yield
+    finally:
+        dialect.launch_cfg_cooperative = plain
+
+
 def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
     """Compile one kernel for one architecture and write its four files under `folder`. Returns the path of the `.o`.
 
@@ -345,7 +367,8 @@ def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
     stem = f"{spec.name}-{content_hash(spec, arch)}"
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {scratch}"
-        compiled = cute.compile(cute.jit(_guarded(spec), preprocess=False), *_fake_arguments(spec), options=options)
+        with _largest_carveout():
+            compiled = cute.compile(cute.jit(_guarded(spec), preprocess=False), *_fake_arguments(spec), options=options)
         ptx, cubin = (next(Path(scratch).glob(f"*.{kind}")) for kind in ("ptx", "cubin"))
         compiled.export_to_c(object_file_path=f"{scratch}/launcher.o", function_name=_symbol(stem))
         record = {
