@@ -2,6 +2,8 @@
 
 import errno
 import json
+import sys
+import threading
 import time
 
 import pytest
@@ -98,6 +100,51 @@ def test_what_a_dead_disk_can_never_hold_is_counted_as_lost(tmp_path):
         log.write({"kind": "counters", "t": 0, "add": {}})
     assert log.lost >= 5000 - 4096 - 4096
     assert log.state()["lost"] + log.state()["waiting"] <= 5000
+
+
+def test_lines_that_were_lost_are_made_up_for_when_the_disk_is_back(tmp_path):
+    guard = Guard(Policy(events_path=str(tmp_path / "e.jsonl")))
+    guard.events._open_file = disk = FullDisk()
+    disk.full = True
+    for i in range(5000):  # more than the writer keeps back
+        step(guard, f"k{i % 5}")
+        guard.flush()
+    assert guard.events.lost > 0
+    disk.full = False
+    assert guard.events.drain(10.0)
+    report = guard.report()
+    assert guard.events.drain(10.0)
+    assert report.pop("events")["lost"] > 0
+    assert recompute(guard.events.files()) == report
+
+
+def test_a_report_taken_during_steps_loses_none(tmp_path):
+    """Under Ray, steps run on one thread and remote calls on another."""
+    guard = Guard(Policy(events_path=str(tmp_path / "e.jsonl")))
+    stop = threading.Event()
+    reports = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            reports.append(guard.report())
+
+    asking = threading.Thread(target=ask)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    asking.start()
+    try:
+        for i in range(4000):
+            guard.slots_changed([("allocated", "a", [i + 1])])
+            step(guard, f"k{i % 50}")
+            guard.count("shadow_steps")
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        asking.join()
+    report = guard.report()
+    assert report["steps"]["fast"]["steps"] == report["counters"]["slots_allocated"] == report["counters"]["shadow_steps"] == 4000
+    assert len({r["decisions"]["step"] for r in reports}) > 10, "reports fell between the steps"
+    assert [r["steps"]["fast"]["steps"] for r in reports] == [r["decisions"]["step"] for r in reports]
 
 
 def test_an_event_of_a_newer_schema_is_refused():

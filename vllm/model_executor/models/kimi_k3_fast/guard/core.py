@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import zlib
 from collections import deque
@@ -36,8 +37,8 @@ ROWS = 4096  # distinct kinds of step between two flushes
 
 
 class Guard:
-    """One per process. All methods are called from the process' model thread, except that `report` may come from another one
-    between steps."""
+    """One per process. All methods are called from the process' model thread, except that `post` and `report` may come from
+    another one at any time: under Ray, steps and remote calls have a thread each."""
 
     def __init__(self, policy: Policy | None = None, rank: str = "rank0", clock: Callable[[], float] = time.time) -> None:
         self.policy = policy or Policy()
@@ -52,6 +53,8 @@ class Guard:
         self._said: set[str] = set()
         self._inbox: deque[tuple[Reason, dict[str, Any], str]] = deque()  # from other threads
         self._clock = clock
+        self._lock = threading.RLock()  # between a step's counting and a report's flush
+        self._lost = 0  # lines of the event file, as of the last flush
         self._totals = Totals()
         self._pending: dict[tuple, list[int]] = {}
         self._details: dict[str, str] = {}
@@ -79,8 +82,8 @@ class Guard:
         if renewed:
             self.events.close()
             self.events = self._event_log()
-            for event in self._backlog():
-                self.events.write(event)
+            self._totals.start |= {"rank": self.rank, "policy": self.policy.as_dict()}
+            self._carry()
 
     def _event_log(self) -> EventLog:
         return EventLog(self.policy.events_path, self.rank, self.policy.events_max_bytes, self.policy.events_keep)
@@ -88,10 +91,10 @@ class Guard:
     def _started(self) -> None:
         self._emit("start", schema=SCHEMA, rank=self.rank, pid=os.getpid(), policy=self.policy.as_dict())
 
-    def _backlog(self) -> list[dict[str, Any]]:
-        """What a file that begins now must hold so that it adds up: the start, and everything counted so far."""
-        self._totals.start |= {"rank": self.rank, "policy": self.policy.as_dict()}
-        return [{"kind": "carry", "t": self._clock(), "totals": self._totals.carry()}]
+    def _carry(self) -> None:
+        """Write everything counted so far in one line, from which the file adds up whatever it lacks before."""
+        self._lost = self.events.lost
+        self.events.write({"kind": "carry", "t": self._clock(), "totals": self._totals.carry()})
 
     def deployment(self, refusals: Sequence[Refusal], facts: Mapping[str, str], mutations: Sequence[Mutation] = ()) -> None:
         """The verdict on the deployment, with every reason; one log line. From here on the patched lines report."""
@@ -164,20 +167,21 @@ class Guard:
         facts, self._open = self._open, None
         if facts is None:
             if self.opens_expected and self.watching:
-                self._counts["unscheduled_forwards"] = self._counts.get("unscheduled_forwards", 0) + 1
+                self.count("unscheduled_forwards")
                 return
             self.step += 1
         kind = (path, plan_key, facts.mode if facts else "none", spec_width, refusals)
-        counts = self._pending.get(kind)
-        if counts is None:
-            counts = self._new_kind(kind)
-        counts[0] += 1
-        counts[1] += requests
-        counts[2] += tokens
-        counts[3] += decode_tokens
-        if facts is not None:
-            counts[4] += facts.padded_tokens - facts.num_tokens
-        self.agreement.add(self.step, self._signatures[kind] + tokens * 0x9E3779B1 + requests)
+        with self._lock:
+            counts = self._pending.get(kind)
+            if counts is None:
+                counts = self._new_kind(kind)
+            counts[0] += 1
+            counts[1] += requests
+            counts[2] += tokens
+            counts[3] += decode_tokens
+            if facts is not None:
+                counts[4] += facts.padded_tokens - facts.num_tokens
+            self.agreement.add(self.step, self._signatures[kind] + tokens * 0x9E3779B1 + requests)
         if write_set is not None:
             self._check_writes(write_set, facts, plan_key, requests, tokens)
         if path is Path.STANDARD and decode_tokens == tokens and self.policy.mode == "require":
@@ -210,7 +214,9 @@ class Guard:
 
     def slots_changed(self, changes: Iterable[tuple]) -> None:
         """The KV manager's changes since the last step, in order: (allocated | shared | freed, request, slots)."""
-        for finding in self.ledger.follow(changes):
+        with self._lock:
+            found = self.ledger.follow(changes)
+        for finding in found:
             self._found(finding, None)
 
     def bind_state(self, generation: int, views: Sequence[StateView]) -> None:
@@ -316,12 +322,13 @@ class Guard:
     def violation(self, reason: Reason, where: Mapping[str, Any], detail: str = "") -> None:
         """Something that must never happen was observed. `where` names what is known of plan_key, layer, slot, request."""
         where = {"step": self.step, **where}
-        seen = self._totals.violations.get(reason.code, 0) + self._more.get(reason.code, 0)
-        if seen < DETAILED_VIOLATIONS:
-            self._emit("violation", reason=reason.code, where={k: _plain(v) for k, v in where.items()}, detail=detail)
-            logger.error("Kimi K3 guard: %s (%s) at %s", reason.code, detail or reason.meaning, dict(where))
-        else:
-            self._more[reason.code] = self._more.get(reason.code, 0) + 1
+        with self._lock:
+            seen = self._totals.violations.get(reason.code, 0) + self._more.get(reason.code, 0)
+            if seen < DETAILED_VIOLATIONS:
+                self._emit("violation", reason=reason.code, where={k: _plain(v) for k, v in where.items()}, detail=detail)
+                logger.error("Kimi K3 guard: %s (%s) at %s", reason.code, detail or reason.meaning, dict(where))
+            else:
+                self._more[reason.code] = self._more.get(reason.code, 0) + 1
         if self.policy.policy == "stop":
             self.flush()
             self.events.drain(1.0)
@@ -359,30 +366,38 @@ class Guard:
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a named counter of the report."""
-        self._counts[name] = self._counts.get(name, 0) + by
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + by
 
     def peak(self, name: str, value: float) -> None:
         """Keep the largest value seen under `name`."""
-        self._peaks[name] = max(self._peaks.get(name, value), value)
+        with self._lock:
+            self._peaks[name] = max(self._peaks.get(name, value), value)
 
     def patches(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Patch states of this process that changed: installed, refused, has run."""
         self._emit("patches", patches={name: dict(state) for name, state in states.items()})
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        event = {"kind": kind, "t": self._clock(), **fields}
-        self._totals.apply(event)
-        self.events.write(event)
+        with self._lock:
+            event = {"kind": kind, "t": self._clock(), **fields}
+            self._totals.apply(event)
+            self.events.write(event)
 
     def flush(self) -> None:
         """Move what was counted into the totals and the event file."""
         now = time.monotonic()
         self._next_flush = now + FLUSH_SECONDS
         self._read_inbox()
-        for name, count in self.ledger.counts.items():
-            if count:
-                self.count(name, count)
-                self.ledger.counts[name] = 0
+        with self._lock:
+            self._flush()
+        if self.policy.summary_seconds and now >= self._next_summary:
+            self._summary()
+            self._next_summary = now + self.policy.summary_seconds
+
+    def _flush(self) -> None:
+        for name, count in self.ledger.take_counts():
+            self.count(name, count)
         if self._pending:
             rows = [
                 [path.value, key, mode, width, sorted({r.reason.code for r in refusals}), *counts]
@@ -398,9 +413,10 @@ class Guard:
         for code, count in self._more.items():
             self._emit("violation", reason=code, count=count)
         self._more = {}
-        if self.policy.summary_seconds and now >= self._next_summary:
-            self._summary()
-            self._next_summary = now + self.policy.summary_seconds
+        if (decisions := self.agreement.state()) != self._totals.decisions:
+            self._emit("decisions", state=decisions)
+        if self.events.lost != self._lost and self.events.healthy:
+            self._carry()
 
     def _summary(self) -> None:
         report = self._totals.report()
@@ -423,10 +439,8 @@ class Guard:
     def report(self) -> dict[str, Any]:
         """This rank's report: JSON types only, schema version under `schema`. See docs/guard.md for the fields."""
         self.flush()
-        report = self._totals.report()
-        report["decisions"] = self.agreement.state()
-        report["events"] = self.events.state()
-        return report
+        with self._lock:
+            return self._totals.report() | {"events": self.events.state()}
 
 
 def graph_name(graph: GraphKey | tuple) -> str:

@@ -35,6 +35,7 @@ class EventLog:
         self.max_bytes, self.keep = max_bytes, keep
         self.lost = 0  # events that no file will ever hold
         self.errors = 0  # failed attempts to write
+        self.healthy = True  # the last attempt did not fail
         self.last_error = ""
         self._open_file = open_file
         self._waiting: deque[dict[str, Any]] = deque()
@@ -107,8 +108,10 @@ class EventLog:
                 for event in batch:
                     self._put(event)
                     done += 1
+                self.healthy = True
             except OSError as error:
                 self.errors += 1
+                self.healthy = False
                 self.last_error = str(error)
                 self._failed = True
                 self._file = None

@@ -37,6 +37,11 @@ class Ledger:
         self._checked: tuple | None = None
         self._steady = 0
 
+    def take_counts(self) -> list[tuple[str, int]]:
+        """What was counted since the last call, zeros left out."""
+        counts, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return [(name, count) for name, count in counts.items() if count]
+
     def layout(self, rows_per_slot: dict[int, int]) -> None:
         """Cache rows per slot of each group that is written by row."""
         self._rows_per_slot = rows_per_slot

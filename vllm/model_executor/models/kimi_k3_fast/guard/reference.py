@@ -55,8 +55,9 @@ plan key, real and padded rows; a step on the standard path carries every reason
   standard path's; it costs one fast and three standard steps. Past the bar the step is saved, and `k3fast replay-step FILE`
   loads the model and runs it again on both paths (steps of one rank; tensor-parallel ones are saved but not run again).
 * `events: {{"path": FILE, "max_mib": 64, "keep": 3}}`: JSON lines, one file for each rank (`FILE` gets the rank's name
-  before its suffix). Every number of the report follows from them; a rotated file begins with the sum of those before it.
-  A full disk is counted (`events.lost`, `events.write_errors`), never waited for.
+  before its suffix). Every number of the report follows from them, but for `events`, which tells of the file itself; a rotated
+  file begins with the sum of those before it. A full disk is counted (`events.lost`, `events.write_errors`), never waited
+  for; once it takes lines again, the sum is written anew, so that the file adds up although lines are missing.
 * `agree_every`, `summary_seconds`: steps between comparisons of the ranks' decisions; seconds between log lines.
 
 ## Where to look

@@ -20,6 +20,8 @@ HISTORY_LENGTH = 360
 KEPT_VIOLATIONS = 100
 PROMPT = Reason.STEP_PREFILL.code  # the one reason that is no fallback: prompts always run on the standard path
 COUNTS = ("steps", "requests", "tokens", "decode_tokens", "padded_rows")
+_STATES = ("start", "deployment", "details", "graphs", "quarantined", "patches", "decisions")
+PLAIN = (*_STATES, "violations", "counters", "gauges")  # totals that are JSON as they stand
 
 
 class Totals:
@@ -37,6 +39,7 @@ class Totals:
         self.counters: dict[str, int] = {}
         self.gauges: dict[str, float] = {}
         self.patches: dict[str, dict[str, Any]] = {}
+        self.decisions: dict[str, Any] = {}  # step, hash and last comparison of `agreement`
         self.history: deque[list[float]] = deque(maxlen=HISTORY_LENGTH)  # [bucket start, fast, prompt, fallback steps]
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -86,10 +89,13 @@ class Totals:
         for name, state in event["patches"].items():
             self.patches.setdefault(name, {}).update(state)
 
+    def _on_decisions(self, event: dict[str, Any]) -> None:
+        self.decisions = event["state"]
+
     def _on_carry(self, event: dict[str, Any]) -> None:
-        """The first line of a rotated file: everything the files before it held."""
+        """Everything before this line: at the head of a rotated file, and after lines that were lost."""
         self.__init__()  # type: ignore[misc]
-        for key in ("start", "deployment", "details", "graphs", "violations", "quarantined", "counters", "gauges", "patches"):
+        for key in PLAIN:
             setattr(self, key, event["totals"][key])
         self.rows = {(*row[:4], tuple(row[4])): row[5:] for row in event["totals"]["rows"]}
         self.last_violations.extend(event["totals"]["last_violations"])
@@ -97,8 +103,7 @@ class Totals:
 
     def carry(self) -> dict[str, Any]:
         """The totals as one JSON object, from which `_on_carry` restores them."""
-        plain = ("start", "deployment", "details", "graphs", "violations", "quarantined", "counters", "gauges", "patches")
-        state: dict[str, Any] = {key: getattr(self, key) for key in plain}
+        state: dict[str, Any] = {key: getattr(self, key) for key in PLAIN}
         state["rows"] = [[*key[:4], list(key[4]), *counts] for key, counts in self.rows.items()]
         state["last_violations"] = list(self.last_violations)
         state["history"] = [list(bucket) for bucket in self.history]
@@ -139,6 +144,7 @@ class Totals:
             "counters": dict(self.counters),
             "gauges": dict(self.gauges),
             "patches": self.patches,
+            "decisions": self.decisions,
             "history": {"seconds": HISTORY_SECONDS, "buckets": [list(bucket) for bucket in self.history]},
         }
 
