@@ -55,7 +55,7 @@ serve: install ## the demo's server, kept running on PORT
 	@$(VENV)/bin/k3fast demo --keep --port $(PORT)
 
 # One process for each: an engine or a patched module of one suite must not be another's surroundings.
-SUITES := "tests/test_layout.py tests/test_settings.py tests/fast tests/scope tests/patches tests/cli" \
+SUITES := "tests/test_layout.py tests/test_settings.py tests/test_gpu_engine_bench.py tests/gpu tests/fast tests/scope tests/patches tests/cli" \
     "tests/guard --ignore tests/guard/test_engine.py" tests/model tests/ops tests/ops_cpu tests/evals tests/train \
     tests/guard/test_engine.py tests/engine tests/server
 

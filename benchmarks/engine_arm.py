@@ -8,6 +8,7 @@ for the GPU. Tensor-parallel workers are processes below the arm's, as in a serv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -79,10 +80,8 @@ class Arm:
 
     def stop(self) -> None:
         """End the process and everything below it."""
-        try:
+        with contextlib.suppress(OSError):
             self._pipe.send(("stop", ()))
-        except OSError:
-            pass
         self._process.join(30)
         for signum in (signal.SIGTERM, signal.SIGKILL):
             if self._process.pid is not None:
@@ -91,6 +90,17 @@ class Arm:
                 except (ProcessLookupError, PermissionError):
                     break
                 self._process.join(5)
+
+
+class Half:
+    """One of the two arms that a single engine is: every call first puts this arm's decode graphs in force."""
+
+    def __init__(self, name: str, arm: Arm) -> None:
+        self.name, self._arm = name, arm
+
+    def call(self, method: str, *args: Any, seconds: float = 600.0) -> Any:
+        self._arm.call("take", self.name)
+        return self._arm.call(method, *args, seconds=seconds)
 
 
 def serve(spec: Spec, pipe: Any) -> None:
@@ -180,6 +190,18 @@ class Engine:
             return None
         return [json.loads(text) for text in self.llm.collective_rpc("k3fast_report")]
 
+    def twin(self) -> int:
+        """Let this engine be both arms: see `twin_graphs`. The number of graphs that stock got."""
+        import twin_graphs
+
+        return self.llm.collective_rpc(twin_graphs.make)[0]
+
+    def take(self, path: str) -> None:
+        """Decode steps are those of "stock" or "fast" from now on."""
+        import twin_graphs
+
+        self.llm.collective_rpc(twin_graphs.take, args=(path,))
+
     # -- requests ----------------------------------------------------------------------------------------------------------------
     def fill(self, batch: int, context: int) -> dict[str, float]:
         """Bring the number of running requests up to `batch`, each new one with a prompt of `context` tokens, and step until a
@@ -253,8 +275,8 @@ class Engine:
         return self.llm.collective_rpc(end_trace, args=(count,))  # a step leaves one behind on its way: as many ran as were taken
 
     def complete(self, prompts: Sequence[Sequence[int]], count: int, top: int, prompt_top: int | None = None) -> list[dict]:
-        """Greedy tokens of each prompt with the log-probabilities of the `top` most likely ones at each position, and those of the
-        prompt's positions if asked: {"tokens": [...], "top": [{token: logprob}, ...], "prompt": [...]}."""
+        """Greedy tokens of each prompt with the log-probabilities of the `top` most likely ones at each position, and those of
+        the prompt's positions if asked: {"tokens": [...], "top": [{token: logprob}, ...], "prompt": [...]}."""
         from vllm import SamplingParams
 
         params = SamplingParams(

@@ -16,9 +16,11 @@ fit into the caches or into `--deadline` are listed with the reason. The JSON is
 
 `--check` compares greedy tokens; `--trace` adds launches and GPU times of each point from the profiler.
 
-Memory of one GPU, TP8 slice: an expert is 2.19 MB, so a MoE layer is 1.97 GB of experts and 0.24 GB beside them (KDA), and 24
-layers are about 51 GB for an engine. Two engines leave some 30 GB of a 150 GB card for both caches, activations and graphs.
-`cache_bytes` in `rank_slice.py` divides it; `--extra-gib` says what the fork prepares beside the weights.
+Memory of one GPU, TP8 slice: an expert is 2.19 MB, so a MoE layer is 1.97 GB of experts and 0.24 GB beside them; the fork keeps
+a second copy of the experts in the layout that its kernels read. Of a card of 151 GB two engines of 18 layers take 39 + 39 + 33
+GB and leave 10 GB of cache for each. 24 layers are 52 + 52 + 45 GB: too much. `--engines 1` runs them, with 41 GB of cache: a
+single engine that holds stock's decode graphs beside the fast ones (`twin_graphs.py`) and is switched between turns. Both arms
+then read the same weights, caches and requests; stock's steps also pass through the fork's watching lines on the host.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import rank_slice
-from engine_arm import Arm, ArmFailed, Spec
+from engine_arm import Arm, ArmFailed, Half, Spec
 
 ARMS = ("stock", "fast")
 LONG = 8192  # from this context on, requests stay from one batch size to the next: prompts are what costs the time
@@ -89,25 +91,30 @@ class Clock:
 
 def measure_point(arms: Mapping[str, Engine], batch: int, rounds: int, steps: int) -> dict[str, Any]:
     """Turns of both arms that already hold `batch` requests."""
-    before = {name: arm.call("report") for name, arm in arms.items()}
     times: dict[str, list[float]] = {name: [] for name in arms}
+    counted: dict[str, list[dict[str, Any]]] = {}
     lost = 0
     for i in range(rounds):
         for name in sorted(arms, reverse=i % 2 == 0):
+            before = arms[name].call("report")
             turn = arms[name].call("steps", steps)
             times[name].append(turn["seconds"] / steps * 1e3)
             lost += batch * steps - turn["tokens"]
-    after = {name: arm.call("report") for name, arm in arms.items()}
-    proved = {name: proof(before[name], after[name]) for name in arms if after[name] is not None}
-    return {"rounds_ms": times, "tokens_lost": lost, "guard": proved}
+            if before is not None:
+                counted[name] = proof(before, arms[name].call("report"), counted.get(name, ()))
+    return {"rounds_ms": times, "tokens_lost": lost, "guard": counted}
 
 
-def proof(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the guard counted between two reports, rank by rank."""
+def proof(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """What the guard counted between two reports, rank by rank, on top of `earlier` turns."""
     ranks = []
-    for old, new in zip(before, after, strict=True):
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        past = earlier[i] if earlier else {"decode_tokens": {}, "reasons": {}, "violations": {}}
         tokens = {
-            path: new["steps"][path]["decode_tokens"] - old["steps"][path]["decode_tokens"] for path in ("fast", "standard")
+            path: new["steps"][path]["decode_tokens"] - old["steps"][path]["decode_tokens"] + past["decode_tokens"].get(path, 0)
+            for path in ("fast", "standard")
         }
         total = sum(tokens.values())
         ranks.append(
@@ -115,15 +122,16 @@ def proof(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
                 "rank": new.get("rank"),
                 "decode_tokens": tokens,
                 "fast_share": tokens["fast"] / total if total else None,
-                "reasons": added(old["steps"]["by_reason"], new["steps"]["by_reason"]),
-                "violations": added(old["violations"]["by_reason"], new["violations"]["by_reason"]),
+                "reasons": added(old["steps"]["by_reason"], new["steps"]["by_reason"], past["reasons"]),
+                "violations": added(old["violations"]["by_reason"], new["violations"]["by_reason"], past["violations"]),
             }
         )
     return ranks
 
 
-def added(old: Mapping[str, int], new: Mapping[str, int]) -> dict[str, int]:
-    return {name: count - old.get(name, 0) for name, count in new.items() if count != old.get(name, 0)}
+def added(old: Mapping[str, int], new: Mapping[str, int], past: Mapping[str, int]) -> dict[str, int]:
+    sums = {name: new.get(name, 0) - old.get(name, 0) + past.get(name, 0) for name in {*old, *new, *past}}
+    return {name: count for name, count in sorted(sums.items()) if count}
 
 
 def judged(point: Mapping[str, Any], shape: Mapping[str, int]) -> dict[str, Any]:
@@ -354,7 +362,7 @@ def specs(options: argparse.Namespace, folder: Path, longest: int, most: int) ->
         model = str(folder / "model")
     common: dict[str, Any] = {
         "model": model,
-        "load_format": rank_slice.LOAD_FORMAT,
+        "load_format": "auto" if list(Path(model).glob("*.safetensors")) else rank_slice.LOAD_FORMAT,
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": longest + SLACK,
@@ -366,8 +374,7 @@ def specs(options: argparse.Namespace, folder: Path, longest: int, most: int) ->
     }
     if total:
         sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= max(most, 1)]
-        extra = int(options.extra_gib * 2**30)
-        room = int(options.kv_gib * 2**30) or rank_slice.cache_bytes(options.full_tp, options.layers, total, extra=extra)
+        room = int(options.kv_gib * 2**30) or rank_slice.cache_bytes(options.full_tp, options.layers, total, options.engines)
         common |= {
             "kv_cache_memory_bytes": room,
             "gpu_memory_utilization": 0.05,  # of no effect beside the line above, but checked against what is free
@@ -429,17 +436,24 @@ def run(options: argparse.Namespace) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    status, arms, began = 0, {}, time.monotonic()
+    status, began = 0, time.monotonic()
+    started: list[Arm] = []
+    arms: dict[str, Engine] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             wanted = specs(options, Path(folder), longest, most)
-            arms = {name: Arm(spec) for name, spec in wanted.items()}
-            for arm in arms.values():
+            started = [Arm(wanted[name]) for name in ARMS[2 - options.engines :]]
+            for arm in started:
                 arm.begin("start")
                 if options.one_by_one:
                     record["arms"][arm.name] = arm.wait(options.deadline)
             if not options.one_by_one:
-                record["arms"] = {name: arm.wait(options.deadline) for name, arm in arms.items()}
+                record["arms"] = {arm.name: arm.wait(options.deadline) for arm in started}
+            arms = {arm.name: arm for arm in started}
+            if options.engines == 1:
+                record["method"]["stock"] = f"{arms['fast'].call('twin')} decode graphs of stock's model in the fork's engine"
+                record["arms"]["stock"] = record["arms"]["fast"]
+                arms = {name: Half(name, started[0]) for name in ARMS}
             record["start_seconds"] = round(time.monotonic() - began, 1)
             for name, facts in record["arms"].items():
                 print(f"{name}: {facts['ranks'][0]['model_class']}, started in {facts['start_seconds']} s", flush=True)
@@ -447,11 +461,9 @@ def run(options: argparse.Namespace) -> int:
             measure(arms, points, options, record, save)
             if options.check:
                 vocabulary = json.loads(Path(wanted["stock"].options["model"], "config.json").read_text())["vocab_size"]
-                before = arms["fast"].call("report")
                 prompts = random_prompts(options.check_prompts, vocabulary)
                 record["greedy"] = greedy_check(arms["stock"], arms["fast"], prompts, options.check_tokens)
-                record["greedy"]["guard"] = proof(before, arms["fast"].call("report"))
-                shown = {k: v for k, v in record["greedy"].items() if k not in ("differences", "guard")}
+                shown = {key: value for key, value in record["greedy"].items() if key != "differences"}
                 print(f"greedy: {len(record['greedy']['differences'])} differences; {shown}", flush=True)
                 save()
             record["guard"] = arms["fast"].call("report")
@@ -463,8 +475,8 @@ def run(options: argparse.Namespace) -> int:
         finally:
             record["seconds"] = round(time.monotonic() - began, 1)
             save()
-            for arm in arms.values():
-                arm.stop()
+            for engine in started:
+                engine.stop()
     slower = [p for p in record["results"] if p["ratio"] < 1]
     for point in slower:
         print(f"slower than stock: context {point['context']}, batch {point['batch']}: {point['ratio']:.2f}x")
@@ -503,10 +515,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--settings", default="{}", help="more settings of the fork, as JSON")
     parser.add_argument("--stock", default="plain", choices=("plain", "off"), help="the fork not loaded, or loaded with mode off")
     parser.add_argument("--kv-gib", type=float, default=0.0, help="cache of each engine; 0: what the memory allows")
-    parser.add_argument("--extra-gib", type=float, default=0.0, help="what the fork holds on a GPU beside stock's weights")
+    parser.add_argument(
+        "--engines", type=int, default=2, choices=(1, 2), help="1: one engine with stock's graphs beside the fast"
+    )
     parser.add_argument("--one-by-one", action="store_true", help="start the engines one after the other")
     parser.add_argument("--cache", default="~/.cache/k3-engine-benchmark", help="where the engines keep compiled code")
-    parser.add_argument("--model", help="a folder with another config.json")
+    parser.add_argument("--model", help="a folder with another config.json, and weights if it has any")
     parser.add_argument("--commit", help="the commit measured, where the tree is not a git checkout")
     return parser
 

@@ -1,0 +1,77 @@
+"""Stock's decode graphs beside the fast ones in one running engine: which of the two a step replays is then a word.
+
+`make` captures all FULL graphs a second time with the fast path looking away, so that vLLM's own model is in them, over the same
+weights, caches and input buffers. `take` puts one of the two sets in force. The guard is told the truth: while stock's graphs
+are in force a replay counts as a standard step, for the reason `mode_off`, and mode `require` is not applied to it.
+
+An engine without graphs (on CPUs) is switched step by step instead. All functions here run in a worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+WHY = "stock's graph is in force: a benchmark or a test put it there"
+
+
+def runner_of(worker: Any) -> Any:
+    return getattr(worker, "worker", worker).model_runner
+
+
+def fast_of(worker: Any) -> Any:
+    """The fast path of the served model. Raises RuntimeError where there is none."""
+    model = runner_of(worker).model
+    found = getattr(getattr(model, "language_model", model), "fast", None)
+    if found is None or found.refusals:
+        raise RuntimeError(
+            f"expected an engine that serves the fast path, found {getattr(found, 'refusals', 'none of the fork')}"
+        )
+    return found
+
+
+def make(worker: Any) -> int:
+    """Capture stock's graphs; the fast ones stay in force. The number of graphs of each set. A collective of all ranks."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm.model_executor.models.kimi_k3_fast import guard
+    from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
+
+    fast, runner = fast_of(worker), runner_of(worker)
+    manager = getattr(runner, "cudagraph_manager", None)
+    worker.k3_mode = guard.current().policy.mode
+    if manager is None or not manager.graphs:
+        worker.k3_twins = None
+        return 0
+    theirs = (None, (Refusal(Reason.MODE_OFF, WHY),))
+    plans = dict(guard.current()._plans)
+    twins = {"fast": (dict(manager.graphs), plans)}
+    wanted, stage = dict(manager._capture_descs), fast.stage
+    manager.graphs.clear()
+    manager._capture_descs.pop(CUDAGraphMode.PIECEWISE, None)  # prompts and mixed steps run stock's code in both arms
+    fast.stage, fast.staged = lambda *facts: None, None
+    try:
+        runner.capture_model()
+    finally:
+        fast.stage = stage
+        manager._capture_descs.update(wanted)
+    twins["stock"] = (dict(manager.graphs), dict.fromkeys(plans, theirs))
+    worker.k3_twins = twins
+    take(worker, "fast")
+    return len(twins["stock"][0])
+
+
+def take(worker: Any, path: str) -> None:
+    """From the next step on decode replays the graphs of `path`, "fast" or "stock"."""
+    from vllm.model_executor.models.kimi_k3_fast import guard
+    from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
+
+    watching = guard.current()
+    watching.policy = replace(watching.policy, mode=worker.k3_mode if path == "fast" else "auto")
+    if worker.k3_twins is None:
+        served = runner_of(worker).model.fast
+        served.refusals = () if path == "fast" else (Refusal(Reason.MODE_OFF, WHY),)
+        return
+    graphs, plans = worker.k3_twins[path]
+    runner_of(worker).cudagraph_manager.graphs = graphs
+    watching._plans = plans
