@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import build, commands
 
 sys.path.insert(0, str(Path(__file__).parent))  # the test kernels are modules beside the tests
 
@@ -22,6 +24,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def findings() -> Callable[[build.KernelSpec, str], list[str]]:
+    """What is wrong with a kernel: `findings(spec, arch)` names spilled registers and every access out of order.
+
+    It is compiled and judged once for all tests and runs: artefacts and verdicts are kept in the user's store, by content.
+    """
+    judge: Callable[..., dict[str, Any]] = partial(commands._verify, [str(folder) for folder in build.store.folders])
+    return lambda spec, arch: judge(spec, arch)["findings"]
+
+
+@pytest.fixture(scope="session")
+def store_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> build.Store:
+    return build.Store([tmp_path_factory.mktemp("kernels")])
+
+
+@pytest.fixture
+def shared_store(store_of_the_run: build.Store, monkeypatch: pytest.MonkeyPatch) -> build.Store:
+    """The store of the tests' own kernels, each compiled once in a run; for tests that do not look at the compiling itself."""
+    monkeypatch.setattr(build, "store", store_of_the_run)
+    return store_of_the_run
 
 
 @pytest.fixture

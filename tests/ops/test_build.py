@@ -28,7 +28,7 @@ def test_an_artefact_is_compiled_once_and_then_loaded(
     assert build.get(spec(), arch) is again
 
 
-def test_an_artefact_has_code_for_its_architecture_and_its_resources(fresh_store: build.Store, arch: str) -> None:
+def test_an_artefact_has_code_for_its_architecture_and_its_resources(shared_store: build.Store, arch: str) -> None:
     folder = build.ensure(spec(), arch)
     stem = f"bf16_scale-{build.content_hash(spec(), arch)}"
     ptx = (folder / f"{stem}.ptx").read_text()
@@ -38,7 +38,7 @@ def test_an_artefact_has_code_for_its_architecture_and_its_resources(fresh_store
     assert [p["access"] for p in record["params"]] == ["static", "activation", "output"]
 
 
-def test_the_launcher_refuses_wrong_tensors_by_name(fresh_store: build.Store) -> None:
+def test_the_launcher_refuses_wrong_tensors_by_name(shared_store: build.Store) -> None:
     kernel = build.get(spec(), "sm_90a")
     x = torch.zeros(8, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"argument #0.*device_type=cuda"):
