@@ -8,6 +8,8 @@ import pytest
 
 # Small tensors on two cores: more threads than one only make the tests compete with each other and with the servers they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM would bind the one thread to the same core in every engine, and `make test` runs two suites side by side.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 _not_run: list[str] = []
 
