@@ -1,0 +1,168 @@
+"""The CUDA executor's chain, on PyTorch forms in the kernels' places: views of stock's layout, AttnRes blocks, padding, ranks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from cuda_fakes import BF16, CLOSES, KINDS, Meeting, backbone, caches, replace_kernels, step_tensors, stock, weights
+
+from vllm.model_executor.models.kimi_k3_fast.fast import executor as cpu_executor
+from vllm.model_executor.models.kimi_k3_fast.fast.backend import Backend, TorchForms
+from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches, Executor
+from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import LayoutError, view_model
+from vllm.model_executor.models.kimi_k3_fast.fast.plan import Plan
+
+ARCH, STEPS, FIRST = "sm_90a", 3, 63  # the second step begins a new block of the latent cache
+SLOTS = [3, 1, 0, -1]
+
+
+def cpu(dtype: torch.dtype) -> tuple[list[torch.Tensor], Caches]:
+    """Hidden states of the real rows and the caches after, by the CPU executor."""
+    bound, found = caches(dtype), []
+    run = cpu_executor.Executor(backbone(weights(), bound, dtype), Backend(TorchForms()), 8)
+    for step in range(STEPS):
+        t = step_tensors(SLOTS, FIRST + step)
+        slots, rows, table, lengths = (next(iter(x.values())) for x in (t.slots, t.rows, t.tables, t.lengths))
+        where = {"kda": cpu_executor.StateSlots(slots[:, 0].long()), "mla": cpu_executor.CacheRows(rows, table, lengths, 99)}
+        found.append(run.run(Plan("decode", len(SLOTS), 1, "torch", 1), torch.arange(len(SLOTS)) + step, where)[:2])
+    return found, bound
+
+
+def cuda(world: int) -> list[tuple[list[torch.Tensor], Caches]]:
+    """The same by the CUDA executor on every rank."""
+    meeting, found = Meeting(world), {}
+
+    def rank(r: int) -> None:
+        reduce = meeting.reduce(r) if world > 1 else lambda x: x
+        model, kept = stock(weights(), r, world, reduce)
+        bound = caches(BF16, r, world)
+        run = Executor(view_model(model, kept), bound, {"layers.2": 2}, ARCH, world, reduce, "cpu")
+        run.prepare([len(SLOTS)])
+        hidden = []
+        for step in range(STEPS):
+            embedded = model.embed_input_ids(torch.arange(len(SLOTS)) + step)
+            hidden.append(run.run(len(SLOTS), embedded, step_tensors(SLOTS, FIRST + step))[:2].clone())
+        found[r] = hidden, bound
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[r] for r in range(world)]
+
+
+def close(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """About as far from fp32 as PyTorch's own BF16 chain is. A few roundings decide both distances, which differ by their luck;
+    a wrong tensor anywhere in the chain moves the result by a third and more."""
+    error, own = ((x.float() - exact.float()).norm() / exact.float().norm() for x in (ours, plain))
+    assert error <= 2 * own + 0.05, f"{what}: relative error {error:.4f}, PyTorch's {own:.4f}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_equal_the_cpu_executors(monkeypatch, world):
+    replace_kernels(monkeypatch)
+    (exact, exact_caches), (plain, plain_caches) = cpu(torch.float32), cpu(BF16)
+    for r, (hidden, bound) in enumerate(cuda(world)):
+        for step in range(STEPS):
+            close(hidden[step], plain[step], exact[step], f"rank {r} of {world}, step {step}")
+        for name, ours in bound.state.items():
+            theirs = [held.state[name].chunk(world, 1)[r] for held in (plain_caches, exact_caches)]
+            close(ours[1], theirs[0][1], theirs[1][1], f"state of {name}")
+            untouched = [s for s in range(len(ours)) if s not in SLOTS[:2]]
+            assert torch.equal(ours[untouched], caches(BF16, r, world).state[name][untouched])
+        for name, ours in bound.latent.items():
+            close(ours[3, -1], plain_caches.latent[name][3, -1], exact_caches.latent[name][3, -1], f"rows of {name}")
+            assert torch.equal(ours[0], caches().latent[name][0]), "the null block was written"
+
+
+def test_one_rank_launches_what_the_architecture_says(monkeypatch):
+    launched = replace_kernels(monkeypatch)
+    cuda(1)
+    step = [name for name, _ in launched[: len(launched) // STEPS]]
+    expected = []
+    for i, kind in enumerate(KINDS):
+        expected += ["attn_res.run", "projection.run", f"{kind}.run", "oproj.run", "attn_res.run"]
+        expected += ["moe_front.run", "moe_front.run_topk", "experts.run", "moe_tail.run"] if i else []
+    assert step == [*expected, "attn_res.run"]
+    updates = [plan.config.update for name, plan in launched[: len(step)] if name == "oproj.run"]
+    assert updates == ["add" if i % CLOSES else "write" for i in range(len(KINDS))]
+
+
+def test_every_kernel_is_known_before_it_runs(monkeypatch):
+    """`prepare` has asked for each kernel of a step: a capture finds it loaded."""
+    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor
+
+    launched = replace_kernels(monkeypatch)
+    asked = []
+    monkeypatch.setattr(cuda_executor, "compile_missing", lambda specs, arch, say: asked.extend(specs) or 0)
+    cuda(1)
+    for _, plan in launched:
+        specs = plan.specs.values() if isinstance(getattr(plan, "specs", None), dict) else getattr(plan, "specs", None)
+        assert set(specs or (plan.spec,)) <= set(asked)
+
+
+def test_views_are_stocks_memory_and_what_is_made_is_counted():
+    model, kept = stock(weights())
+    view = view_model(model, kept)
+    for layer, theirs in zip(view.layers, model.layers, strict=True):
+        ours, attention = layer.attention, theirs.self_attn
+        packed = attention.in_proj_qkvgfab if hasattr(attention, "in_proj_qkvgfab") else attention.fused_qkv_a_g_proj
+        assert ours.in_proj.data_ptr() == packed.weight.data_ptr()
+        assert ours.o_proj.data_ptr() == attention.o_proj.weight.data_ptr()
+    mla = view.layers[2].attention
+    assert mla.w_uk.data_ptr() == model.layers[2].self_attn.W_UK_T.data_ptr()
+    assert mla.w_uv.stride() == (256 * 512, 512, 1)
+    assert view.prepared.bytes == 4 * (2 * len(KINDS) + 1) * view.hidden, "score rows and nothing else"
+    model.layers[1].mlp_res_proj.weight.mul_(2)
+    before = view.layers[1].mlp_mix.score.clone()
+    view.prepared.rebuild()
+    assert torch.equal(view.layers[1].mlp_mix.score, 2 * before)
+
+
+def test_experts_are_kept_as_the_checkpoint_has_them():
+    w = weights()
+    model, kept = stock(w)
+    ours, routed = kept[1].weights, model.layers[1].mlp.experts.routed_experts
+    assert torch.equal(ours.w13, torch.cat([w["1.w1"], w["1.w3"]], 1)) and torch.equal(ours.w2, w["1.w2"])
+    assert routed.w13_weight.dtype == torch.int32, "stock went on to repack"
+    assert sum(x.numel() for x in (ours.w13, ours.s13, ours.w2, ours.s2)) == kept[1].bytes_of(
+        stock_before_load(w).mlp.experts.routed_experts
+    )
+    with pytest.raises(RuntimeError, match="expected one load of weights, found a second"):
+        routed.quant_method.process_weights_after_loading(routed)
+
+
+def stock_before_load(w):
+    """Layer 1 with the tensors that the loader fills."""
+    layer = stock(w)[0].layers[1]
+    routed = layer.mlp.experts.routed_experts
+    routed.w13_weight = torch.cat([w["1.w1"], w["1.w3"]], 1)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: setattr(m.layers[1].self_attn.f_b_proj, "weight", torch.zeros(256, 128)), "layer 1 attention: f_b"),
+        (lambda m: setattr(m.layers[2].self_attn, "v_head_dim", 64), "layer 2 attention: expected nope"),
+        (lambda m: setattr(m.layers[3].mlp_res_norm, "variance_epsilon", 1e-6), "layer 3: expected one epsilon"),
+        (lambda m: setattr(m.layers[1].mlp.gate, "weight", m.layers[1].mlp.gate.weight.float()), "layer 1 experts: router"),
+    ],
+)
+def test_another_layout_is_named(spoil, said):
+    model, kept = stock(weights())
+    spoil(model)
+    with pytest.raises(LayoutError, match=said):
+        view_model(model, kept)
+
+
+def test_experts_that_cannot_be_kept_do_not_stop_the_load():
+    model, kept = stock(weights())
+    kept[1].weights = None
+    routed = model.layers[1].mlp.experts.routed_experts
+    routed.quant_method.process_weights_after_loading(routed)  # already repacked: int32
+    with pytest.raises(LayoutError, match=r"layer 1 experts: .*w13_weight: expected the checkpoint's MXFP4"):
+        view_model(model, kept)
