@@ -26,5 +26,5 @@ def test_every_counter_is_documented():
 
     sources = "".join(path.read_text() for path in Path(core.__file__).parent.glob("*.py"))
     used = set(re.findall(r'count\("(\w+)"', sources)) | set(re.findall(r'_counts\["(\w+)"\]', sources))
-    used |= {f"slots_{kind}" for kind in ("allocated", "shared", "freed")}
+    used |= {f"slots_{kind}" for kind in ("allocated", "shared", "copied", "freed")}
     assert used == set(reference.COUNTERS)

@@ -20,6 +20,7 @@ def watching(monkeypatch):
         ("_owner_of", {}),
         ("process", {}),
         ("_owner", ""),
+        ("_unheard_steps", 0),
         ("check", lambda: None),
     ):
         monkeypatch.setattr(hooks, name, value)
@@ -99,9 +100,57 @@ def test_every_block_a_bad_request_filled_is_forgotten_freed_ones_too():
     assert evicted == [{1, 3, 9}], "not the null block, and not what another request has overwritten"
 
 
-def test_the_engine_core_sends_its_patch_states_and_silent_patches(watching):
-    hooks.process.update(patches={"2": {"targets": {}, "ran": {"scheduled": True}}}, silent=[("3", "never ran")])
+def test_state_may_be_copied_to_ones_own_slot_only(watching):
+    hooks.owner("a")
+    hooks.blocks_allocated(blocks(4))
     step = SimpleNamespace()
+    hooks.scheduled(step)
+    hooks.step_received(step)
+    hooks.state_copied("a", 3, 4)
+    assert watching.report()["counters"]["slots_copied"] == 1
+    assert watching.report()["violations"]["by_reason"] == {}
+    hooks.state_copied("b", 3, 4)
+    hooks.state_copied("a", 4, 0)
+    found = watching.report()["violations"]
+    assert found["by_reason"] == {"slot_not_owned": 1, "null_block_written": 1}
+    assert found["last"][0]["where"] | {"step": 0} == {"step": 0, "slot": 4, "request": "b", "owner": "a"}
+
+
+@pytest.mark.parametrize("how", ["says nothing", "says that it failed"])
+def test_an_engine_core_without_the_patch_is_seen_by_the_workers_and_no_step_is_fast(watching, how):
+    watching.deployment((), {"tp": "1"})
+    watching.planned(guard.GraphKey("full", 1, 1, True), "decode/t1")
+    said = {"patches": {"2": {"targets": {}, "ran": {}, "refusal": "scheduler.py: another function in its place"}}, "silent": []}
+    words = {hooks._PROCESS: said} if how == "says that it failed" else {}
+    for _ in range(2 * hooks.UNHEARD):
+        hooks.step_received(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert not watching.late_refusals, "a step without tokens needs no block"
+    for _ in range(2 * hooks.UNHEARD):
+        hooks.step_received(SimpleNamespace(total_num_scheduled_tokens=1, **words))
+    report = watching.report()
+    assert report["violations"]["by_reason"] == {"patch_not_run": 1}
+    assert report["violations"]["last"][0]["where"] | {"step": 0} == {"step": 0, "patch": "2", "process": "engine core"}
+    assert report["deployment"]["selected"] is False
+    assert [refusal["reason"] for refusal in report["deployment"]["refusals"]] == ["patch_failed"]
+    assert watching.quarantined("decode/t1"), "what a graph has baked in is retired"
+    assert [refusal.reason.code for refusal in watching.late_refusals] == ["patch_failed"]
+
+
+def test_an_engine_core_that_tells_of_blocks_is_heard(watching):
+    hooks.owner("a")
+    hooks.blocks_allocated(blocks(4))
+    step = SimpleNamespace(total_num_scheduled_tokens=1)
+    hooks.scheduled(step)
+    hooks.step_received(step)
+    for _ in range(2 * hooks.UNHEARD):
+        hooks.step_received(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert watching.report()["violations"]["by_reason"] == {}
+
+
+def test_the_engine_core_sends_its_patch_states_and_silent_patches(watching):
+    state = {"targets": {}, "ran": {"scheduled": True}, "refusal": ""}
+    hooks.process.update(patches={"2": state}, silent=[("3", "never ran")])
+    step = SimpleNamespace(total_num_scheduled_tokens=1)
     hooks.scheduled(step)
     hooks.step_received(step)
     report = watching.report()

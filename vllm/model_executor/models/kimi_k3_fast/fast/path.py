@@ -139,8 +139,9 @@ class FastPath:
         return watch.outcome(hidden, self._state, writes, self.logits) | own
 
     def _decide(self, key: metadata.StepKey) -> Plan | tuple[Refusal, ...]:
-        if self.refusals or self._limits is None:
-            return self.refusals
+        refused = self.refusals or self.guard.late_refusals
+        if refused or self._limits is None:
+            return refused
         decided = plan(key, self._limits)
         if isinstance(decided, Plan) and self.guard.quarantined(decided.key):
             return (Refusal(Reason.PLAN_QUARANTINED, f"plan {decided.key}"),)

@@ -46,6 +46,7 @@ class Guard:
         self.step = 0  # steps opened
         self.watching = False  # whether the patched lines of this process report to this guard
         self.opens_expected = False  # whether a patched runner opens every real step
+        self.late_refusals: tuple[Refusal, ...] = ()  # reasons against fast steps that showed after the start
         self.agreement = Agreement()
         self.ledger = Ledger()
         self._audit: Audit | None = None
@@ -111,6 +112,17 @@ class Guard:
             logger.warning("Kimi K3 fast path refused: %s. Settings changed: %s.", "; ".join(map(str, refusals)), changed)
         else:
             logger.info("Kimi K3 fast path selected (mode %s). Settings changed: %s.", self.policy.mode, changed)
+
+    def step_aside(self, refusal: Refusal) -> None:
+        """No fast step from now on: something that the guard needs to see does not report. Every rank calls it at the same step.
+        Plans that are baked into graphs are retired."""
+        self.late_refusals = (*self.late_refusals, refusal)
+        before = self._totals.deployment
+        refused = [*before["refusals"], {"reason": refusal.reason.code, "detail": refusal.detail}]
+        self._emit("deployment", **{**before, "selected": False, "refusals": refused})
+        for plan_key, _ in self._plans.values():
+            if plan_key is not None:
+                self._retire(plan_key, refusal.reason.code)
 
     def bind_ranks(self, rank: int, world: int, all_gather: Callable[[list[int]], list[list[int]]]) -> None:
         """Compare decisions over `all_gather` (a host-side collective of equally long lists of integers) from now on."""
@@ -213,7 +225,7 @@ class Guard:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def slots_changed(self, changes: Iterable[tuple]) -> None:
-        """The KV manager's changes since the last step, in order: (allocated | shared | freed, request, slots)."""
+        """Changes since the last step, in order: (allocated | shared | copied | freed, request, slots)."""
         with self._lock:
             found = self.ledger.follow(changes)
         for finding in found:

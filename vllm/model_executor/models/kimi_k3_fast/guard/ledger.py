@@ -1,8 +1,8 @@
 """Who owns which slot: the worker's copy of the KV manager's truth, and the check of a step's write-set against it.
 
 The engine core sends every change (allocated, shared, freed) with the step that follows it, so that the state here is the one
-that held when the step was scheduled. A block is written only by the request that it was allocated for; a prefix hit makes a
-reader, not a writer.
+that held when the step was scheduled; the worker adds the copies it makes. A block is written only by the request that it was
+allocated for; a prefix hit makes a reader, not a writer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.writer: dict[int, str] = {}
-        self.counts = {"slots_allocated": 0, "slots_shared": 0, "slots_freed": 0}
+        self.counts = {"slots_allocated": 0, "slots_shared": 0, "slots_copied": 0, "slots_freed": 0}
         self.followed = False  # nothing is known before the first change arrives
         self._rows_per_slot: dict[int, int] = {}
         self._epochs: dict[str, int] = {}
@@ -56,6 +56,8 @@ class Ledger:
             for slot in slots:
                 if kind == "allocated":
                     found += self._allocate(slot, request)
+                elif kind == "copied":
+                    found += self._copy(slot, request)
                 elif kind == "freed":
                     self.writer.pop(slot, None)
         return found
@@ -69,6 +71,16 @@ class Ledger:
             where["owner"] = before
             return [Finding(Reason.SLOT_NOT_OWNED, where, "allocated while another request still owns it")]
         return []
+
+    def _copy(self, slot: int, request: str) -> list[Finding]:
+        """State moves to `slot` before a step: who owns it is asked here, as the step's digests begin behind it."""
+        owner = self.writer.get(slot, "")
+        if slot != NULL_SLOT and owner == request:
+            return []
+        where = {"slot": slot, "request": request, "owner": owner}
+        if slot == NULL_SLOT:
+            return [Finding(Reason.NULL_BLOCK_WRITTEN, where, "recurrent state is copied to the null block")]
+        return [Finding(Reason.SLOT_NOT_OWNED, where, "recurrent state is copied to a slot of another owner")]
 
     def check(self, write_set: WriteSet, request_ids: Sequence[str], requests: int, tokens: int) -> list[Finding]:
         """A step's declared writes against the owners: the first `requests` slots and `tokens` rows, the others being padding.

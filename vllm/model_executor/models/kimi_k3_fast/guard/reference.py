@@ -21,6 +21,7 @@ LEVELS = {
 COUNTERS = {
     "slots_allocated": "slots that the KV manager handed out to a request",
     "slots_shared": "slots that a prefix-cache hit gave a further reader",
+    "slots_copied": "slots that a request's recurrent state was copied to, when it crossed into them",
     "slots_freed": "slots that nobody holds any more",
     "audited_steps": "steps whose state outside the write-set was compared by digest",
     "shadow_steps": "fast steps that were compared with the standard path",

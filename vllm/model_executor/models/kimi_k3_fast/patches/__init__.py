@@ -21,7 +21,7 @@ _told: dict[str, Any] = {}
 HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {"worker": ("batch_dispatched",)},
     "2": {"engine": ("blocks_allocated", "scheduled"), "worker": ("step_received",)},
-    "3": {"worker": ("logits_checked", "mark")},
+    "3": {"engine": ("must_end",), "worker": ("logits_checked", "mark")},
 }
 """For each patch and kind of process, the hooks that run in every step there."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import guard
-from ..reasons import Reason
+from ..reasons import Reason, Refusal
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +59,8 @@ process: dict[str, Any] = {}  # what this process has to say of its patches; rid
 _owner = ""
 _owner_of: dict[int, str] = {}  # block -> the request it was last allocated for
 _null = 0
+_unheard_steps = 0
+UNHEARD = 32  # steps without a word of the engine core after which it is taken not to run patch 2
 
 
 def engine_starts(vllm_config: Any) -> None:
@@ -123,14 +125,43 @@ def scheduled(scheduler_output: Any) -> None:
 def step_received(scheduler_output: Any) -> None:
     """A worker got a scheduled step: follow what happened to the slots before it runs."""
     _ran("step_received")
+    if not active():
+        return
     changes = getattr(scheduler_output, _SLOTS, None)
-    if changes and active():
+    if changes:
         guard.current().slots_changed(changes)
+    elif not guard.current().ledger.followed and scheduler_output.total_num_scheduled_tokens:
+        _unheard()
     said = getattr(scheduler_output, _PROCESS, None)
-    if said and active():
+    if said:
         guard.current().patches({f"engine core {name}": state for name, state in said["patches"].items()})
+        for name, state in said["patches"].items():
+            if state["refusal"]:
+                _core_lacks(name, state["refusal"])
         for name, detail in said["silent"]:
             guard.current().violation(Reason.PATCH_NOT_RUN, {"patch": name, "process": "engine core"}, detail)
+
+
+def _unheard() -> None:
+    """No token can be scheduled before blocks were allocated for it: an engine core that never tells does not run patch 2."""
+    global _unheard_steps
+    _unheard_steps += 1
+    if _unheard_steps == UNHEARD:
+        _core_lacks("2", f"the engine core scheduled {UNHEARD} steps and told of no block")
+
+
+def _core_lacks(name: str, why: str) -> None:
+    """Every rank gets the engine core's word with the same step, so all step aside alike."""
+    if name not in guard.refused_patches and guard.current().once(f"engine core lacks patch {name}"):
+        where = {"patch": name, "process": "engine core"}
+        guard.current().step_aside(Refusal(Reason.PATCH_FAILED, f"engine core: {why}"))
+        guard.current().violation(Reason.PATCH_NOT_RUN, where, why)
+
+
+def state_copied(request_id: str, source: int, destination: int) -> None:
+    """The worker is about to copy a request's recurrent state from one slot to the next."""
+    if active():
+        guard.current().slots_changed([("copied", request_id, [destination])])
 
 
 # -- patch 3: sampler (workers), and ending requests (engine core) -----------------------------------------------------
@@ -217,6 +248,7 @@ def output_ready(output: Any) -> None:
 
 def must_end(output: Any, request_id: str) -> str | None:
     """The reason code for which the scheduler has to end this request with an error, if any."""
+    _ran("must_end")
     marks = getattr(output, _MARKS, None)
     if marks is None:
         return None
