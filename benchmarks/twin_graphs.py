@@ -32,9 +32,8 @@ def fast_of(worker: Any) -> Any:
 
 def make(worker: Any) -> int:
     """Capture stock's graphs; the fast ones stay in force. The number of graphs of each set. A collective of all ranks."""
-    from vllm.config.compilation import CUDAGraphMode
-
     from vllm.model_executor.models.kimi_k3_fast import guard
+    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
     from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 
     fast, runner = fast_of(worker), runner_of(worker)
@@ -45,20 +44,10 @@ def make(worker: Any) -> int:
         return 0
     theirs = (None, (Refusal(Reason.MODE_OFF, WHY),))
     plans = dict(guard.current()._plans)
-    twins = {"fast": (dict(manager.graphs), plans)}
-    wanted, stage = dict(manager._capture_descs), fast.stage
-    manager.graphs.clear()
-    manager._capture_descs.pop(CUDAGraphMode.PIECEWISE, None)  # prompts and mixed steps run stock's code in both arms
-    fast.stage, fast.staged = lambda *facts: None, None
-    try:
-        runner.capture_model()
-    finally:
-        fast.stage = stage
-        manager._capture_descs.update(wanted)
-    twins["stock"] = (dict(manager.graphs), dict.fromkeys(plans, theirs))
+    stock = cuda_shadow.stock_graphs(manager, fast, runner.capture_model)
+    twins = {"fast": (manager.graphs, plans), "stock": (stock, dict.fromkeys(plans, theirs))}
     worker.k3_twins = twins
-    take(worker, "fast")
-    return len(twins["stock"][0])
+    return len(stock)
 
 
 def take(worker: Any, path: str) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from .. import settings
 from ..guard import current
 from ..scope import deployment
-from . import metadata
+from . import cuda_shadow, metadata
 from .cuda_path import CudaPath, caches_of
 from .cuda_views import KeptExperts, attention_layers
 
@@ -104,6 +104,7 @@ class FastModelState(MambaHybridModelState):
         self.fast: CudaPath = text.fast
         _path = self.fast
         _watch_dispatch()
+        _watch_capture()
         self.fast.loaded(text.model)
 
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
@@ -146,3 +147,23 @@ def _watch_dispatch() -> None:
 
     dispatch._kimi_k3_fast = True  # type: ignore[attr-defined]
     ModelCudaGraphManager.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def _watch_capture() -> None:
+    """Where the settings ask for audit or shadow, let stock's graphs be captured behind the fast ones and check them. Once."""
+    original = ModelCudaGraphManager.capture
+    if getattr(original, "_kimi_k3_fast", False):
+        return
+
+    @functools.wraps(original)
+    def capture(self: Any, model: Any, model_state: Any, input_buffers: Any, *args: Any, **kwargs: Any) -> None:
+        def again() -> None:
+            original(self, model, model_state, input_buffers, *args, **kwargs)
+
+        again()
+        profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
+        if _path is not None and isinstance(model_state, FastModelState) and not profiling:
+            cuda_shadow.watch(self, _path, again, input_buffers.is_padding)
+
+    capture._kimi_k3_fast = True  # type: ignore[attr-defined]
+    ModelCudaGraphManager.capture = capture  # type: ignore[method-assign]

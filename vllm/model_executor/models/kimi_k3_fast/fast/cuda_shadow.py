@@ -1,0 +1,203 @@
+"""Audit and shadow on GPUs: a sampled decode step replays stock's graph beside the fast one.
+
+A captured step cannot be looked into, so where the settings ask for checks, stock's model is captured a second time, over the
+same weights, caches and input buffers; that takes the memory and the seconds of a second set of graphs. A sampled replay copies
+the caches, runs the fast graph, puts the caches back and runs stock's.
+
+audit: a state slot or cache row that the fast graph changed and stock's did not is written outside the step's write-set.
+shadow: hidden states of the real rows, and every state and row that stock wrote, are compared by relative distance. The bar is
+what stock itself moves by when all its caches are changed by one BF16 rounding, and a multiple of it: choices of nearly equal
+experts may fall either way. The shadowed step's result is then stock's. Whole caches are copied: for tests and for hunting a
+fault, on servers with small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..guard import Guard
+from ..reasons import Reason
+from .cuda_executor import Caches
+from .cuda_path import CudaPath
+
+TIMES = 8.0  # of what stock moves by
+LEAST, MOST = TIMES * 2.0**-8, 0.7  # of the bar: BF16's own rounding; unrelated vectors are 1.4 apart
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def stock_graphs(manager: Any, fast: CudaPath, capture: Callable[[], Any]) -> dict[Any, Any]:
+    """Stock's FULL graphs by vLLM's descriptor; those in `manager` stay. capture: fills an empty manager, on every rank."""
+    kept, wanted, stage = manager.graphs, dict(manager._capture_descs), fast.stage
+    for mode in wanted:
+        if mode.name != "FULL":
+            del manager._capture_descs[mode]  # they run stock's code already
+    manager.graphs, fast.stage, fast.staged = {}, lambda *batch: None, None  # type: ignore[method-assign]
+    try:
+        capture()
+        return manager.graphs
+    finally:
+        manager.graphs, manager._capture_descs, fast.stage = kept, wanted, stage  # type: ignore[method-assign]
+
+
+def watch(manager: Any, fast: CudaPath, capture: Callable[[], Any], padding: torch.Tensor) -> Watch | None:
+    """Put graphs that check themselves in the place of the fast ones, if the settings ask for it. padding: [tokens] bool, vLLM's
+    own word of which rows of the current step are none."""
+    policy = fast.guard.policy
+    if not (policy.audit_every or policy.shadow_every) or fast.executor is None:
+        return None
+    made = Watch(fast.guard, fast.executor.caches, lambda: manager.hidden_states, padding)
+    plans = {graph.num_tokens: plan for graph, (plan, _) in fast.guard._plans.items() if plan is not None}
+    for desc, graph in stock_graphs(manager, fast, capture).items():
+        if desc.num_tokens in plans:
+            manager.graphs[desc] = Checked(made, desc.num_tokens, plans[desc.num_tokens], manager.graphs[desc], graph)
+    return made
+
+
+@dataclass
+class Checked:
+    """Two graphs of one batch size; vLLM replays it as if it were one."""
+
+    watch: Watch
+    tokens: int
+    plan: str
+    fast: Any
+    stock: Any
+
+    def replay(self) -> None:
+        if not self.watch.due(self):
+            self.fast.replay()
+
+
+class Watch:
+    """The checks of one rank's decode graphs. hidden: the runner's output buffer [tokens, D]."""
+
+    def __init__(self, guard: Guard, caches: Caches, hidden: Callable[[], torch.Tensor], padding: torch.Tensor) -> None:
+        self.guard, self.caches, self.hidden, self.padding = guard, caches, hidden, padding
+        self.replays = 0
+
+    def due(self, graph: Checked) -> bool:
+        """Run the step with its checks, if it is one to be checked."""
+        self.replays += 1
+        audit, shadow = (
+            bool(n) and self.replays % n == 0 for n in (self.guard.policy.audit_every, self.guard.policy.shadow_every)
+        )
+        if audit or shadow:
+            self.check(graph, audit, shadow)
+        return audit or shadow
+
+    def check(self, graph: Checked, audit: bool, shadow: bool) -> None:
+        memory = _memory(self.caches)
+        before = [raw.clone() for raw in memory]
+        rows = ~self.padding[: graph.tokens]
+
+        def run(replay: Callable[[], None], nudge: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            for raw, old in zip(memory, before, strict=True):
+                raw.copy_(old)
+                if nudge:
+                    _nudge(raw)
+            replay()
+            return self.hidden()[: graph.tokens].clone(), [raw.clone() for raw in memory]
+
+        fast = run(graph.fast.replay)
+        nudged = run(graph.stock.replay, nudge=True) if shadow else None
+        stock = run(graph.stock.replay)
+        if audit:
+            self._audit(graph, memory, before, fast[1], stock[1])
+        if nudged is not None:
+            self._shadow(graph, rows, memory, before, fast, stock, nudged)
+        else:  # the fast step is the step
+            self.hidden()[: graph.tokens] = fast[0]
+            for raw, new in zip(memory, fast[1], strict=True):
+                raw.copy_(new)
+
+    def _audit(self, graph: Checked, memory: Any, before: Any, fast: Any, stock: Any) -> None:
+        self.guard.count("audited_steps")
+        for name, tensor, whole in self._views():
+            old, mine, theirs = (_seen(memory, copy, tensor) for copy in (before, fast, stock))
+            outside = (_changed(old, mine, whole) & ~_changed(old, theirs, whole)).nonzero()
+            for place in outside[:8].tolist():
+                reason = Reason.WRITE_OUTSIDE if place[0] else Reason.NULL_BLOCK_WRITTEN
+                where = {"plan_key": graph.plan, "tensor": name, "slot": place[0], "row": place[-1]}
+                self.guard.violation(reason, where, f"{name}: stock's step leaves it as it was ({len(outside)} such places)")
+
+    def _shadow(self, graph: Checked, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any) -> None:
+        self.guard.count("shadow_steps")
+        sides = [side[0][rows] for side in (fast, stock, nudged)]
+        worst = self._judge(graph, "hidden", Reason.SHADOW_LOGITS, *sides)
+        for name, tensor, whole in self._views():
+            wrote = _own(_seen(memory, before, tensor), _seen(memory, stock[1], tensor), whole)
+            if wrote.any():
+                values = [_seen(memory, side[1], tensor, bits=False)[wrote] for side in (fast, stock, nudged)]
+                worst = max(worst, self._judge(graph, name, Reason.SHADOW_STATE, *values))
+        self.guard.peak("shadow_worst_ratio", worst)
+
+    def _judge(
+        self, graph: Checked, name: str, reason: Reason, fast: torch.Tensor, stock: torch.Tensor, nudged: torch.Tensor
+    ) -> float:
+        """The largest distance over the bar; above 1 it is a violation."""
+        bar = min(MOST, max(LEAST, TIMES * float(_distance(nudged, stock).nan_to_num(0.0).max())))
+        found = _distance(fast, stock)
+        row = int(found.argmax())
+        ratio = float(found[row]) / bar
+        if not ratio <= 1:
+            where = {"plan_key": graph.plan, "tensor": name, "row": row}
+            self.guard.violation(reason, where, f"{name}: relative distance {float(found[row]):.3g}, bar {bar:.3g}")
+        return ratio
+
+    def _views(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """(name, tensor, whether a slot is written as a whole) of every cache that a step writes."""
+        for layer, state in self.caches.state.items():
+            yield f"{layer}.state", state, True
+            yield f"{layer}.conv", self.caches.conv[layer], True
+        for layer, latent in self.caches.latent.items():
+            yield f"{layer}.latent", latent, False
+
+
+def _memory(caches: Caches) -> list[torch.Tensor]:
+    """The caches' memory as bytes, every allocation once: layers of different kinds share them."""
+    found = {}
+    for tensor in (*caches.state.values(), *caches.conv.values(), *caches.latent.values()):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return list(found.values())
+
+
+def _seen(memory: list[torch.Tensor], copies: list[torch.Tensor], like: torch.Tensor, bits: bool = True) -> torch.Tensor:
+    """The view `like` of a copy of the memory; as integers, so that a NaN equals itself."""
+    at = next(i for i, raw in enumerate(memory) if raw.data_ptr() == like.untyped_storage().data_ptr())
+    dtype = BITS[like.element_size()] if bits else like.dtype
+    return copies[at].view(dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _changed(old: torch.Tensor, new: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Which slots [slots], or which rows [pages, block], differ."""
+    return (old != new).flatten(1 if whole else 2).any(-1)
+
+
+def _own(old: torch.Tensor, new: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Where a step wrote values of this kind of layer: pages are of one pool, and a state's page is seen as rows as well. A
+    decode step changes one row of a page of rows, and most of a state."""
+    different = old != new
+    if whole:
+        return different.flatten(1).float().mean(1) > 0.5
+    rows = different.flatten(2).any(-1)
+    return rows & (rows.sum(1, keepdim=True) == 1)
+
+
+def _nudge(raw: torch.Tensor, piece: int = 1 << 26) -> None:
+    """Change every number by up to one BF16 rounding. FP32 is read as pairs: its upper half moves so, its lower half is noise."""
+    for values in raw.view(torch.bfloat16).split(piece):
+        sign = torch.randint(-1, 2, values.shape, dtype=torch.int8, device=raw.device).to(torch.bfloat16)
+        values.addcmul_(values, sign, value=2.0**-8)
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Relative distance of each row: [rows, ...] -> [rows]. NaN on one side is infinitely far."""
+    a, b = found.float().flatten(1), wanted.float().flatten(1)
+    apart = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-12)
+    return torch.where(apart.isnan(), torch.full_like(apart, torch.inf), apart)
