@@ -61,10 +61,10 @@ serve: install ## the demo's server, kept running on PORT
 
 # One process for each: an engine or a patched module of one suite must not be another's surroundings. Two at a time, the longest
 # first; each keeps to one thread (tests/conftest.py). A suite's output comes when it ends.
-SUITES := ops server engine rooms guard model ops_cpu train evals
+SUITES := ops server engine others guard model ops_cpu train evals
 tests_engine := tests/engine tests/guard/test_engine.py
-tests_rooms := tests/test_layout.py tests/test_settings.py tests/fast tests/scope tests/patches tests/cli
 tests_guard := tests/guard --ignore tests/guard/test_engine.py
+tests_others := $(wildcard tests/test_*.py) $(filter-out $(SUITES:%=tests/%) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 JOBS ?= 2
 
 test: dev ## everything CI runs
