@@ -103,6 +103,44 @@ def test_the_kernels_way_to_decode_is_exact() -> None:
             assert torch.equal(value * 2.0**14, torch.tensor(torch_form.E2M1, dtype=torch.float64)[nibble])
 
 
+@pytest.mark.parametrize("groups", [4, 6, 12])
+def test_one_product_keeps_four_scale_groups_of_two_tokens_apart(groups: int) -> None:
+    """The kernels' round, lane by lane: a lane reads a whole group, the token operand is zero where lane and column differ, so
+    that column n of the product is group n mod 4 of token n // 4. Groups behind the last one hold anything and count nothing.
+    """
+    generator = torch.Generator().manual_seed(groups)
+    padded = (groups + 3) // 4 * 4
+    codes = torch.randint(0, 256, (16, padded * 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(118, 124, (16, padded), dtype=torch.uint8, generator=generator)
+    tokens = torch.randn(2, padded * 32, dtype=torch.float64, generator=generator)
+    values = torch.tensor(torch_form.E2M1, dtype=torch.float64)[torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()]
+    lane = torch.arange(32)
+    row, quad = lane // 4, lane % 4
+    sums = torch.zeros(32, 2, dtype=torch.float64)
+    for turn in range(padded // 4):
+        product = torch.zeros(16, 8, dtype=torch.float64)
+        for word in range(4):
+            for i in (0, 2):  # an instruction takes the columns (i, i + 4) and (i + 1, i + 5) of a word's eight
+                a, b = torch.zeros(16, 16, dtype=torch.float64), torch.zeros(16, 8, dtype=torch.float64)
+                group = turn * 4 + quad
+                own = ((row % 4 == quad) & (group < groups)).double()
+                for slot, column in ((0, i), (1, i + 4), (8, i + 1), (9, i + 5)):
+                    place = group * 32 + word * 8 + column
+                    a[row, 2 * quad + slot] = values[row, place]
+                    a[row + 8, 2 * quad + slot] = values[row + 8, place]
+                    b[2 * quad + slot, row] = own * tokens[row // 4, place]
+                product += a @ b
+        for half in (0, 1):
+            for i in (0, 1):
+                group = turn * 4 + quad % 2 * 2 + i
+                factor = torch.exp2(scales[row + 8 * half, group].double() - 127) * (group < groups)
+                sums[:, half] += product[row + 8 * half, 2 * quad + i] * factor
+    sums += sums[lane ^ 1]
+    wanted = reference.decode(codes, scales)[:, : groups * 32] @ tokens[:, : groups * 32].T
+    for half in (0, 1):
+        torch.testing.assert_close(sums[:, half], wanted[row + 8 * half, quad // 2])
+
+
 def test_grouping_lists_every_pair_once_and_no_padded_row() -> None:
     config = replace(TINY, tokens=5)
     routing = make_routing(config, num_tokens=3)
@@ -155,7 +193,7 @@ def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None
     assert op.unavailable_reason(config, "sm_90a") is None
     for tactic in op.tactics(config):
         assert op.fitted(config, tactic) == tactic
-        assert config.hidden % tactic.height == 0 and config.hidden // 32 % tactic.split == 0
+        assert config.hidden % tactic.height == 0 and config.hidden // 128 % tactic.split == 0
         assert tactic.stages >= 3 and tactic.depth >= 1 and tactic.split >= 2
 
 

@@ -2,9 +2,8 @@
 
 Two schedules, chosen by a tactic:
     pairs    every (token, slot) pair is an entry of its own. No sorting; right while nearly all pairs have different experts.
-    grouped  an entry is an expert with its pairs: its weights are read once for up to 8 (w13) or `slots` (w2) tokens, and
-    once more
-             from the L2 cache for every further so many.
+    grouped  an entry is an expert with its pairs: its weights are fetched once for up to `slots` tokens, and once more, from
+             the L2 cache, for every further so many.
 Both are deterministic: no atomics, one fixed order of summation.
 
 Tensors (T padded tokens, L latent width, I expert width per rank, E experts, k chosen):
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
-from .layout import First, Second
+from .layout import ROUND, First, Second
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 SM_COUNT = 132
 LARGEST_SCALE = 254
-COLUMNS = 8  # tokens that the matrix unit takes at a time
+COLUMNS = 8  # up to so many tokens the pairs may do without groups
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,25 @@ class Config:
 class Tactic:
     """How the work is cut.
 
-    split: warps that share the columns of a w13 tile; stages: w13 tiles in shared memory, as many as fit at most;
-    height: rows of w2 that a block owns; warps: of a w2 block; depth: experts that each of them has in shared memory at most;
-    slots: tokens of an expert that w2 multiplies at a time; padded: w2 rows are copied one by one, which avoids bank conflicts.
+    split: warps that share the columns of a w13 tile; teams: how many such tiles are multiplied at a time; stages: w13 tiles in
+    shared memory, as many as fit at most; ahead: experts whose w2 the w13 kernel brings into L2 when its own weights are under
+    way; height: rows of w2 that a block owns; warps: of a w2 block; depth: experts that each of them has in shared memory at
+    most; slots: tokens of an expert that are fetched at a time, where pairs are grouped.
     """
 
     grouped: bool
-    split: int = 8
+    split: int = 7
+    teams: int = 2
     stages: int = 8
+    ahead: int = 16
     height: int = 28
-    warps: int = 8
+    warps: int = 12
     depth: int = 3
     slots: int = 1
-    padded: bool = False
 
     def __str__(self) -> str:
-        cuts = f"s{self.split}-g{self.stages}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
-        return f"{'grouped' if self.grouped else 'pairs'}-{cuts}{'-p' if self.padded else ''}"
+        w13 = f"s{self.split}-t{self.teams}-g{self.stages}-a{self.ahead}"
+        return f"{'grouped' if self.grouped else 'pairs'}-{w13}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ class KernelConfig:
     top_k: int
     grouped: bool
     hidden_shift: int
-    slots: int  # token rows that a w13 block keeps; tokens of an expert that w2 multiplies at a time
+    slots: int  # tokens of an expert that are fetched at a time
     grid: int = 0
     split: int = 0
+    teams: int = 0
     stages: int = 0
-    gathered: bool = False  # w13: the rows kept are those of the expert at hand, not all
+    ahead: int = 0
     beta: float = 0.0
     linear_beta: float | None = None
     rows: int = 0  # tokens that w2 has sums for
@@ -101,7 +103,6 @@ class KernelConfig:
     height: int = 0
     warps: int = 0
     depth: int = 0
-    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,17 +192,17 @@ def _entries(config: Config) -> int:
 def fitted(config: Config, tactic: Tactic) -> Tactic:
     """The tactic with its cuts made to divide this configuration's shape and to fit into shared memory."""
     grouped = tactic.grouped or config.tokens > COLUMNS
-    split = _fitting(tactic.split, config.hidden // 32)
-    kept = min(COLUMNS, config.tokens)
+    split = _fitting(tactic.split, config.hidden // ROUND)
     height = _fitting(tactic.height, config.hidden)
     slots = min(tactic.slots, config.tokens) if grouped else 1
-    second = Second(config.width, height, slots, tactic.padded)
+    second = Second(config.width, height, slots)
     pairs = _rows(config) * config.top_k
     return replace(
         tactic,
         grouped=grouped,
         split=split,
-        stages=First(config.hidden, kept, split).stages(tactic.stages),
+        stages=First(config.hidden, slots, split, tactic.teams).stages(tactic.stages),
+        ahead=min(tactic.ahead, _entries(config)),
         height=height,
         slots=slots,
         depth=second.depth(tactic.depth, tactic.warps, _rows(config), _entries(config), pairs),
@@ -209,19 +210,19 @@ def fitted(config: Config, tactic: Tactic) -> Tactic:
 
 
 PAIRS = Tactic(grouped=False)
-GROUPED = Tactic(grouped=True, slots=4)
+GROUPED = Tactic(grouped=True, slots=2)
 CUTS: tuple[dict[str, Any], ...] = (
     {},
-    {"warps": 12, "depth": 2},
-    {"warps": 16, "depth": 2, "split": 14},
-    {"padded": True, "warps": 12, "depth": 2, "split": 7},
-    {"warps": 4, "depth": 6, "split": 4},
+    {"ahead": 0},
+    {"split": 4, "teams": 3, "warps": 8, "depth": 4},
+    {"split": 14, "teams": 1, "ahead": 32, "warps": 16, "depth": 2},
+    {"split": 4, "teams": 4, "ahead": 32, "height": 14, "warps": 16},
 )
 
 
 def default_tactic(config: Config) -> Tactic:
     """Pairs while nearly all are distinct experts."""
-    return fitted(config, PAIRS if config.tokens <= COLUMNS else replace(GROUPED, slots=2 if config.tokens <= 16 else 4))
+    return fitted(config, PAIRS if config.tokens <= COLUMNS else GROUPED)
 
 
 def tactics(config: Config) -> list[Tactic]:
@@ -231,10 +232,7 @@ def tactics(config: Config) -> list[Tactic]:
         for grouped in (False, True):
             if (grouped and config.tokens < 4) or (not grouped and config.tokens > COLUMNS):
                 continue
-            if grouped and config.tokens <= COLUMNS and cut.get("split"):
-                continue  # the cuts compare alike in both schedules
-            slots = 2 if config.tokens <= 16 else 4
-            tactic = fitted(config, replace(GROUPED if grouped else PAIRS, slots=slots, **cut))
+            tactic = fitted(config, replace(GROUPED if grouped else PAIRS, **cut))
             if tactic.depth and tactic not in found:
                 found.append(tactic)
     return found
@@ -247,11 +245,11 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     base = KernelConfig(hidden, width, k, tactic.grouped, hidden_shift(config), tactic.slots)
     w13 = replace(
         base,
-        slots=min(COLUMNS, config.tokens),
         grid=SM_COUNT,
         split=tactic.split,
+        teams=tactic.teams,
         stages=tactic.stages,
-        gathered=config.tokens > COLUMNS,
+        ahead=tactic.ahead,
         beta=config.beta,
         linear_beta=config.linear_beta,
     )
@@ -262,7 +260,6 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
         height=tactic.height,
         warps=tactic.warps,
         depth=tactic.depth,
-        padded=tactic.padded,
     )
     first = [Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC), Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC)]
     second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
@@ -279,11 +276,11 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     out = Param("out", "bf16", (t, hidden), OUTPUT)
     if tactic.grouped:
         return (
-            _spec("mxfp4_w13_grouped", w13, *first, z, *groups, written),
+            _spec("mxfp4_w13_grouped", w13, *first, *second, z, *groups, written),
             _spec("mxfp4_w2_grouped", w2, *second, read, *groups, weights, out),
         )
     return (
-        _spec("mxfp4_w13_pairs", w13, *first, z, ids, num_tokens, written),
+        _spec("mxfp4_w13_pairs", w13, *first, *second, z, ids, num_tokens, written),
         _spec("mxfp4_w2_pairs", w2, *second, read, ids, weights, num_tokens, out),
     )
 
@@ -320,7 +317,8 @@ def run(
 def run_w13(plan: Plan, weights: Weights, z: torch.Tensor, routing: Routing, scratch: Scratch, stream: int | None = None) -> None:
     """hidden = SiTU(w1 z, w3 z) for every pair."""
     where = _groups(routing) if plan.tactic.grouped else (routing.ids, routing.num_tokens)
-    plan.kernels[0](weights.w13, weights.s13, z, *where, scratch.hidden, stream=stream)
+    w = weights
+    plan.kernels[0](w.w13, w.s13, w.w2, w.s2, z, *where, scratch.hidden, stream=stream)
 
 
 def run_w2(

@@ -1,49 +1,50 @@
-"""MXFP4 experts on the tensor cores (mma.sync m16n8k16): weights are the 16-row operand, up to 8 tokens of one expert the other.
+"""MXFP4 experts on the tensor cores (mma.sync m16n8k16): weights are the 16-row operand, tokens of one expert the other.
 
 Which expert is read is known only after the dependency wait, so no weight can be fetched before it, and all depends on bytes
-in flight. Bulk
-copies into a ring of shared-memory stages keep them there, across tiles and experts:
-    w13  a block walks over neighbouring (expert, tile) items. Four warps fetch, as far ahead as the ring allows; the others
-    share a tile's
-         columns, and two of them in turn add the parts and apply SiTU while the rest goes on.
+in flight. Bulk copies into a ring of shared-memory stages keep them there, across tiles and experts:
+    w13  a block walks over neighbouring (expert, tile) items. One warp fetches, as far ahead as the ring allows. Teams of warps
+         take the items in turn; the warps of a team share a tile's columns, and each in turn adds the parts and applies SiTU
+         while the others go on. When its own copies are under way, the fetching warp asks L2 for the first weights of w2, whose
+         experts are the same: memory does not pause between the kernels.
     w2   a block owns a few rows of the output for all tokens. Every warp fetches and multiplies its own experts and adds into
-    its own fp32
-         sums in shared memory; at the end the warps' sums are added in order. No partial products in memory, no atomics.
+         its own fp32 sums in shared memory; at the end the warps' sums are added in order. No partial products in memory, no
+         atomics.
+
+A round is 128 columns, four scale groups. A lane reads one group of its row, 16 bytes, in the order of memory. So the four lanes
+of a row hold different groups in one instruction, whose sum over columns would mix their scales: the token operand is therefore
+zero where lane and column differ, and column n of the product is group n mod 4 alone, of one token for n < 4 and of another for
+the rest. One round is eight instructions for 16 rows and two tokens, the scales are applied to its sums in fp32 (2^(s - 127) for
+the codes 1..254, 0 for 0, infinity for 255), and every read of shared memory is 16 bytes wide.
 
 Decoding is exact and is most of the instructions: the nibble s|eem placed at bits 15 and 11..9 of an fp16 is the value times
-2^-14,
-subnormals included. Two steps serve four nibbles (select sign from the word, magnitude from its shift by three; then two
-masks). A register so
-holds the columns (i, i + 4) of eight; activations are stored in that order. All 16 columns of an instruction are of one scale
-group, so the
-scale is applied to the four fp32 sums and costs nothing per value: 2^(s - 127) for the codes 1..254, 0 for 0, infinity for 255.
+2^-14, subnormals included. Two steps serve four nibbles (select sign from the word, magnitude from its shift by three; then two
+masks). A register so holds the columns (i, i + 4) of eight; activations are stored in that order.
 
-Activations are fp16, which holds a bf16 exactly inside its range. Rows of z are brought into it by a power of two each, so
-that the largest
-value lies in [2^14, 2^15); the bounded hidden values by one constant (`hidden_shift`).
+Activations are fp16, which holds a bf16 exactly inside its range. Each warp's part of a row of z is brought into it by a power of
+two, so that the largest value lies in [2^14, 2^15); the bounded hidden values by one constant (`hidden_shift`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.arch import inline_ptx
+from cutlass.cutlass_dsl import select_
 
-from ..device.ptx import load_shared, sigmoid, store_shared
+from ..device.ptx import load_shared, prefetch_bytes, sigmoid, store_shared
 from ..device.reduce import warp_max
 from ..device.vectors import load_words, unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
-from .layout import GROUP, TILE, First, Second
+from .layout import GROUP, ROUND, TILE, First, Second
 
-FETCHERS = 4  # fetching warps of w13: a bulk copy takes its addresses from uniform registers, so a warp issues one at a time
 SHIFT = 14  # decoded weights are 2^-SHIFT times their value
+PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
 
 
-# -- decoding ----------------------------------------
+# -- decoding and multiplying ----------------------------------------
 
 
 def _select(mask: int, a: Any, b: Any) -> Any:
@@ -71,57 +72,88 @@ def _mma(a: list[Any], b: list[Any], acc: list[Any]) -> list[Any]:
     )
 
 
-def _read_word(pointer: Any) -> Any:
-    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
+def _read_word(address: Any) -> Any:
+    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
-def _read_scale(pointer: Any) -> Any:
+def _read_scale(address: Any) -> Any:
     """2^(s - 127)."""
-    code = inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
+    code = inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
     return (code << 23).bitcast(Float32)
 
 
-@dataclass
-class Rows:
-    """A lane's part in 16 weight rows: pointers to its bytes of group 0, and to the scales, in its rows g and g + 8."""
-
-    codes: tuple[Any, Any]
-    scales: tuple[Any, Any]
-
-    def read(self, group: int) -> tuple[list[Any], list[Any]]:
-        """Words and factors of one scale group."""
-        words = [_read_word(pointer + group * (GROUP // 2)) for pointer in self.codes]
-        return words, [_read_scale(pointer + group) for pointer in self.scales]
+def _store_f32(address: Any, value: Any, predicate: Any) -> None:
+    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value], predicate=predicate)
 
 
-def _product(tiles: list[Rows], token: Any, groups: int, together: int) -> list[list[Any]]:
-    """acc[tile] = weights times activations, four fp32 a lane. token: pointer to this lane's activations of group 0.
+def _operand(token_a: Any, token_b: Any, zeros: Any) -> tuple[Any, Any]:
+    """(address, bytes from round to round) of this lane's part in the token operand: its group of a token row, or zeros."""
+    lane = cute.arch.lane_idx()
+    column, quad = lane // 4, lane % 4
+    own = column % 4 == quad
+    token = Int32(select_(column < 4, token_a, token_b)) + quad * (2 * GROUP)
+    return Int32(select_(own, token, zeros)), Int32(select_(own, Int32(2 * ROUND), Int32(0)))
 
-    `together` groups of all tiles are multiplied at a time, so that chains of dependent instructions overlap, and the next ones
-    are read meanwhile.
+
+def _read_codes(found: Any, rows: tuple, turn: Any) -> None:
+    """Four words of a lane's two rows in every tile."""
+    for index, (low, high, _, _) in enumerate(rows):
+        for half, address in enumerate((low, high)):
+            for i, word in enumerate(load_shared(address + turn * (ROUND // 2))):
+                found[index * 8 + half * 4 + i] = word
+
+
+def _round(acc: Any, ahead: Any, rows: tuple, operand: tuple, groups: int, zeros: Any, chains: int, turn: Any) -> None:
+    """One round of `_multiply`, whose weights `ahead` holds; it then holds the next round's."""
+    lane, tiles, rounds = cute.arch.lane_idx(), len(rows), -(-groups // 4)
+    ragged = groups % 4 != 0
+    words = [ahead[i] for i in range(tiles * 8)]
+    source = operand[0] + turn * operand[1]
+    if ragged:
+        source = Int32(select_(turn * 4 + lane % 4 < groups, source, zeros))
+    columns = [load_shared(source + 16 * i) for i in range(4)]
+    factors = []
+    for _, _, low, high in rows:
+        for address in (low, high):
+            for i in range(2):
+                factor = _read_scale(address + (turn * 4 + i))
+                if ragged:
+                    factor = Float32(select_(turn * 4 + lane % 2 * 2 + i < groups, factor, Float32(0.0)))
+                factors.append(factor)
+    _read_codes(ahead, rows, cutlass.min(turn + 1, rounds - 1))
+    parts = [[[Float32(0.0)] * 4 for _ in range(chains)] for _ in range(tiles)]
+    for word in range(4):
+        chain = word % chains
+        for tile in range(tiles):
+            lower, upper = (_decode(words[tile * 8 + half * 4 + word]) for half in (0, 1))
+            for i in (0, 2):
+                a = [lower[i], upper[i], lower[i + 1], upper[i + 1]]
+                parts[tile][chain] = _mma(a, list(columns[word][i : i + 2]), parts[tile][chain])
+    for tile in range(tiles):
+        total = parts[tile][0]
+        for other in parts[tile][1:]:
+            total = [a + b for a, b in zip(total, other, strict=True)]
+        for half in range(2):
+            for i in range(2):
+                acc[tile * 2 + half] = acc[tile * 2 + half] + total[half * 2 + i] * factors[tile * 4 + half * 2 + i]
+
+
+@cute.jit
+def _multiply(
+    acc: Any, rows: Any, operand: Any, groups: cutlass.Constexpr, zeros: Any, tiles: cutlass.Constexpr, chains: cutlass.Constexpr
+):
+    """acc[2 tile + half] = this lane's rows g and g + 8 of every tile times a token, summed over its two groups of every round.
+
+    rows: for every tile the shared-memory addresses of the lane's group of codes in its two rows, and of its two columns' scales.
+    groups: scale groups of a row; where the last round is not full its missing groups count nothing.
     """
-
-    def read(first: int) -> list[tuple[int, Any, Any, Any]]:
-        found = []
-        for group in range(first, min(first + together, groups)):
-            columns = list(load_shared(token + group * 64))
-            found += [(index, *tile.read(group), columns) for index, tile in enumerate(tiles)]
-        return found
-
-    acc = [[Float32(0.0)] * 4 for _ in tiles]
-    ahead = read(0)
-    for first in range(0, groups, together):
-        now, ahead = ahead, read(first + together)
-        decoded = [[_decode(word) for word in words] for _, words, _, _ in now]
-        parts = [[Float32(0.0)] * 4 for _ in now]
-        for half in (0, 2):
-            for i, (lower, upper) in enumerate(decoded):
-                a = [lower[half], upper[half], lower[half + 1], upper[half + 1]]
-                parts[i] = _mma(a, now[i][3][half : half + 2], parts[i])
-        for (index, _, (low, high), _), part in zip(now, parts, strict=True):
-            factors = (low, low, high, high)
-            acc[index] = [total + value * f for total, value, f in zip(acc[index], part, factors, strict=True)]
-    return acc
+    acc.fill(0.0)
+    ahead = cute.make_rmem_tensor(tiles * 8, Uint32)
+    _read_codes(ahead, rows, Int32(0))
+    for turn in cutlass.range(-(-groups // 4), unroll=1):
+        _round(acc, ahead, rows, operand, groups, zeros, chains, turn)
+    for i in cutlass.range_constexpr(tiles * 2):
+        acc[i] = acc[i] + cute.arch.shuffle_sync_bfly(acc[i], offset=1)  # the token's other two groups
 
 
 # -- copies and barriers ----------------------------------------
@@ -137,16 +169,21 @@ def _bulk(target: Any, source: Any, size: Any, barrier: Any, predicate: Any = No
 
 
 @cute.jit
-def _init_barriers(barriers: Any, count: cutlass.Constexpr, split: cutlass.Constexpr, first: cutlass.Constexpr):
-    """`count` barriers of one arrival, but the first `split` ones of `first` arrivals."""
+def _init_barriers(barriers: Any, count: cutlass.Constexpr):
+    """`count` barriers of one arrival, and a barrier for the block."""
     thread, _, _ = cute.arch.thread_idx()
     if thread < count:
-        arrivals = Int32(first)
-        if thread >= split:
-            arrivals = Int32(1)
-        cute.arch.mbarrier_init(barriers + thread, arrivals)
+        cute.arch.mbarrier_init(barriers + thread, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
+
+
+@cute.jit
+def _zeros(memory: Any) -> Any:
+    """Shared-memory address of 64 zero bytes, 32 modulo 128, where no lane's part of a token lies. memory: 128 bytes."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < 8:
+        store_shared(memory + thread * 16, (Uint32(0), Uint32(0), Uint32(0), Uint32(0)))
 
 
 def _byte(tensor: Any, row: Any, length: int) -> Any:
@@ -207,12 +244,16 @@ def _situ(gate: Any, up: Any, beta: float, linear_beta: float | None) -> Any:
 # -- w13 ----------------------------------------
 
 
-def _load_token(c: Any, source: Any, target: Any, factor: Any) -> None:
-    """One warp brings a row of z into fp16, in column pairs; `factor` gets the power of two that undoes it and the weights'
-    2^-14.
+def _layout_w13(c: Any) -> First:
+    return First(c.hidden, c.slots, c.split, c.teams)
+
+
+def _load_part(c: Any, source: Any, target: Any, factor: Any) -> None:
+    """One warp brings its part of a row of z into fp16, in column pairs; `factor` gets the power of two that undoes it and the
+    weights' 2^-14.
     """
     lane = cute.arch.lane_idx()
-    units = c.hidden // 8
+    units = c.hidden // c.split // 8
     words = [load_words(source + cutlass.min(first + lane, units - 1) * 8) for first in range(0, units, 32)]
     largest = Float32(0.0)
     for four in words:
@@ -246,87 +287,81 @@ def _load_token(c: Any, source: Any, target: Any, factor: Any) -> None:
 
 
 @cute.jit
-def _load_tokens(c: cutlass.Constexpr, first: Any, count: Any, routes: Any, z: Any, tokens: Any, factors: Any):
-    """Rows of z: the first `count` ones, or those of the pairs from `first` on; a warp takes every c.split-th."""
-    layout = First(c.hidden, c.slots, c.split)
-    for slot in range(cute.arch.warp_idx(), count, c.split):
-        row = Int32(slot)
-        if cutlass.const_expr(c.gathered):
-            row = _pair(c, routes, first + slot) // c.top_k
-        _load_token(c, z.iterator + row * c.hidden, tokens + slot * layout.token, factors + slot * 4)
+def _load_parts(c: cutlass.Constexpr, begin: Any, count: Any, routes: Any, z: Any, tokens: Any, factors: Any, part: Any):
+    """This warp's columns of the rows of z of `count` pairs. Only this warp reads them, so no barrier."""
+    cute.arch.sync_warp()
+    columns = cutlass.const_expr(c.hidden // c.split)
+    for slot in cutlass.range(count, unroll=1):
+        token = _pair(c, routes, begin + slot) // c.top_k
+        target = tokens + (slot * (2 * c.hidden) + part * (2 * columns))
+        _load_part(c, z.iterator + (token * c.hidden + part * columns), target, factors + (slot * c.split + part) * 4)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def _ask_for_w2(c: cutlass.Constexpr, codes: Any, scales: Any, routes: Any, entries: Any):
+    """One warp of every block: this block's share of the first `c.ahead` experts of w2 into L2."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    each = cutlass.const_expr(PIECES + SCALE_PIECES)
+    size = cutlass.const_expr(c.hidden * c.width // 2 // PIECES)
+    scale_size = cutlass.const_expr(c.hidden * c.width // GROUP // SCALE_PIECES)
+    pieces = cutlass.min(entries, c.ahead) * each
+    for piece in range(block + cute.arch.lane_idx() * blocks, pieces, 32 * blocks):
+        expert = Int64(_expert(c, routes, piece // each))
+        index = piece % each
+        code = codes.iterator + (expert * (PIECES * size) + index * size)
+        scale = scales.iterator + (expert * (SCALE_PIECES * scale_size) + (index - PIECES) * scale_size)
+        prefetch_bytes(code, size, index < PIECES)
+        prefetch_bytes(scale, scale_size, index >= PIECES)
 
 
 @cute.jit
 def _fetch_w13(c: cutlass.Constexpr, codes: Any, scales: Any, routes: Any, stages: Any, barriers: Any, first: Any, last: Any):
-    """A fetching warp: four lanes copy a weight row each; of two warps one more lane copies the scales of eight rows."""
-    layout = First(c.hidden, c.slots, c.split)
+    """The fetching warp: for every tile two lanes copy gate and up rows, two more their scales."""
+    layout = _layout_w13(c)
     tiles = cutlass.const_expr(c.width // 8)
     lane = cute.arch.lane_idx()
-    own = cute.arch.warp_idx() - c.split
-    row, half = own * 4 + lane % 4, own // 2  # this lane's row of the stage, and whether gate or up
-    loads_scales = own % 2 == 0
-    expected = 4 * layout.row
-    if loads_scales:
-        expected += 8 * layout.scale_row
+    half = lane % 2
+    code_place = half * layout.up
+    scale_place = layout.scales + half * (layout.up_scales - layout.scales)
     step = Int32(0)
     for base in range(first, last, 32):
         entry = cutlass.min(base + lane, last - 1) // tiles
         expert = Int32(_expert(c, routes, entry))  # of 32 items at once, so that the next one never waits for its own
         passes = Int32(1)
-        if cutlass.const_expr(c.gathered):
+        if cutlass.const_expr(c.grouped):
             start, end = _span(c, routes, entry, expert)
             passes = (end - start + (c.slots - 1)) // c.slots
         for index in range(cutlass.min(32, last - base)):
-            gate = cute.arch.shuffle_sync(expert, index) * (2 * c.width) + (base + index) % tiles * 8
-            gate = cute.arch.make_warp_uniform(gate) + half * c.width
-            source = _byte(codes, gate + row % 8, layout.row)
-            scale = _byte(scales, gate, layout.scale_row)
+            row = cute.arch.shuffle_sync(expert, index) * (2 * c.width) + (base + index) % tiles * 8 + half * c.width
+            code, scale = _byte(codes, row, layout.row), _byte(scales, row, layout.scale_row)
             for _ in range(cute.arch.shuffle_sync(passes, index)):
                 place = step % c.stages
                 stage, full = stages + place * layout.stage, barriers + place
                 cute.arch.mbarrier_wait(full + c.stages, (step // c.stages & 1) ^ 1)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, expected)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 16 * (layout.row + layout.scale_row))
                 cute.arch.sync_warp()
-                _bulk(stage + row * layout.pitch, source, layout.row, full, lane < 4)
-                part = stage + (layout.scales + half * (8 * layout.scale_row))
-                _bulk(part, scale, 8 * layout.scale_row, full, (lane == 0) & loads_scales)
+                _bulk(stage + code_place, code, 8 * layout.row, full, lane < 2)
+                _bulk(stage + scale_place, scale, 8 * layout.scale_row, full, (lane >= 2) & (lane < 4))
                 step += 1
 
 
-def _product_w13(c: Any, stage: Any, tokens: Any, count: Any) -> list[Any]:
-    """This warp's columns of a tile times the tokens, four fp32 a lane."""
-    layout = First(c.hidden, c.slots, c.split)
-    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    row, quad = lane // 4, lane % 4
-    groups = c.hidden // GROUP // c.split
-    codes = stage + (row * layout.pitch + warp * (groups * 16) + quad * 4)
-    scales = stage + (layout.scales + row * layout.scale_row + warp * groups)
-    token = tokens + (cutlass.min(row, count - 1) * layout.token + warp * (groups * 64) + quad * 16)
-    rows = Rows((codes, codes + 8 * layout.pitch), (scales, scales + 8 * layout.scale_row))
-    return _product([rows], token, groups, together=2)[0]
-
-
 @cute.jit
-def _finish_w13(
-    c: cutlass.Constexpr, sums: Any, factors: Any, routes: Any, hidden: Any, tile: Any, start: Any, count: Any, thread: Any
-):
-    """One of 64 threads: add the warps' parts of one gate and one up value, and store SiTU of them in column pairs."""
-    member, output = thread // 8, thread % 8
-    if member < count:
-        pair = _pair(c, routes, start + member)
-        column = Int32(member)
-        if cutlass.const_expr(not c.gathered):
-            column = pair // c.top_k
-        source = sums + ((output * 4 + column // 2) * 16 + column % 2 * 4)
-        total = [Float32(0.0), Float32(0.0)]
-        for part in cutlass.range_constexpr(c.split):
-            for half in cutlass.range_constexpr(2):
-                total[half] = total[half] + _read_word(source + (part * 512 + half * 8)).bitcast(Float32)
-        undo = _read_word(factors + column * 4).bitcast(Float32)
-        value = _situ(total[0] * undo, total[1] * undo, c.beta, c.linear_beta)
-        place = tile * 8 + (output % 4) * 2 + output // 4
-        _store_half(hidden.iterator + (pair * c.width + place), value * Float32(2.0**c.hidden_shift))
+def _finish_w13(c: cutlass.Constexpr, sums: Any, routes: Any, hidden: Any, tile: Any, begin: Any, count: Any):
+    """One warp: add the team's parts for two tokens and store SiTU of gate and up in column pairs. sums [split, 2, 16] fp32."""
+    lane = cute.arch.lane_idx()
+    member, row = lane // 16, lane % 16
+    total = Float32(0.0)
+    for part in cutlass.range_constexpr(c.split):
+        total = total + _read_word(sums + (part * 128 + lane * 4)).bitcast(Float32)
+    up = cute.arch.shuffle_sync_bfly(total, offset=1)
+    if (row % 2 == 0) & (member < count):
+        value = _situ(total, up, c.beta, c.linear_beta)
+        place = tile * 8 + row % 8 + row // 8  # output row // 8 * 4 + row % 8 // 2, in the order of column pairs
+        target = hidden.iterator + (_pair(c, routes, begin + member) * c.width + place)
+        _store_half(target, value * Float32(2.0**c.hidden_shift))
 
 
 @cute.jit
@@ -335,24 +370,30 @@ def _consume_w13(
     routes: Any,
     z: Any,
     hidden: Any,
-    live: Any,
     stages: Any,
     barriers: Any,
-    tokens: Any,
-    sums: Any,
-    factors: Any,
+    memory: Any,
+    zeros: Any,
     first: Any,
     last: Any,
 ):
-    """The multiplying warps."""
-    layout = First(c.hidden, c.slots, c.split)
+    """A multiplying warp: its part of the columns of every tile that is its team's turn."""
+    layout = _layout_w13(c)
     tiles = cutlass.const_expr(c.width // 8)
-    threads = cutlass.const_expr(32 * c.split)
+    rounds = cutlass.const_expr(c.hidden // ROUND // c.split)
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-    if cutlass.const_expr(not c.gathered):
-        _load_tokens(c, Int32(0), live, routes, z, tokens, factors)
-        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-    step, loaded, known = Int32(0), Int32(-1), Int32(-1)
+    team, part = warp // c.split, warp % c.split
+    tokens, sums, factors = memory
+    tokens = tokens + team * (c.slots * layout.token)
+    sums = sums + team * layout.sums
+    factors = factors + team * (c.slots * c.split * 4)
+    # Rows g and g + 8 of a tile: gate rows where g is even, up rows where it is odd.
+    row, quad = lane // 4, lane % 4
+    code_place = row % 2 * layout.up + row // 2 * layout.row + part * (rounds * (ROUND // 2)) + quad * 16
+    scale_place = layout.scales + row % 2 * (layout.up_scales - layout.scales) + row // 2 * layout.scale_row
+    scale_place = scale_place + part * (rounds * 4) + quad % 2 * 2
+    acc = cute.make_rmem_tensor(2, Float32)
+    step, loaded, known, products = Int32(0), Int32(-1), Int32(-1), Int32(0)
     start, end = Int32(0), Int32(1)
     for item in range(first, last):
         entry = item // tiles
@@ -360,71 +401,104 @@ def _consume_w13(
             start, end = _span(c, routes, entry, _expert(c, routes, entry))
             known = entry
         for begin in range(start, end, c.slots):  # more than one pass only where an expert has many tokens
-            count = cutlass.min(end - begin, c.slots)
-            if cutlass.const_expr(c.gathered):  # noqa: SIM102 - one is of the trace, one of the kernel
+            if step % c.teams == team:
+                count = cutlass.min(end - begin, c.slots)
                 if begin != loaded:
-                    cute.arch.barrier(barrier_id=1, number_of_threads=threads)  # the last tile has been finished
-                    _load_tokens(c, begin, count, routes, z, tokens, factors)
-                    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+                    _load_parts(c, begin, count, routes, z, tokens, factors, part)
                     loaded = begin
-            place = step % c.stages
-            cute.arch.mbarrier_wait(barriers + place, step // c.stages & 1)
-            columns = count if cutlass.const_expr(c.gathered) else live
-            acc = _product_w13(c, stages + place * layout.stage, tokens, columns)
-            half = sums + step % 2 * (c.split * 512)
-            store_shared(half + (warp * 512 + lane * 16), [value.bitcast(Uint32) for value in acc])
-            cute.arch.barrier(barrier_id=1, number_of_threads=threads)  # parts are there, and the stage has been read
-            if warp * 32 + lane == 0:
-                cute.arch.mbarrier_arrive(barriers + c.stages + place)
-            turn = step % (c.split // 2) * 2
-            if warp // 2 * 2 == turn:
-                _finish_w13(c, half, factors, routes, hidden, item % tiles, begin, count, (warp - turn) * 32 + lane)
+                place = step % c.stages
+                cute.arch.mbarrier_wait(barriers + place, step // c.stages & 1)
+                stage = (stages + place * layout.stage).toint()
+                code, scale = stage + code_place, stage + scale_place
+                rows = ((code, code + 4 * layout.row, scale, scale + 4 * layout.scale_row),)
+                for member in range(0, count, 2):
+                    other = cutlass.min(member + 1, count - 1)
+                    own = tokens.toint() + part * (rounds * (2 * ROUND))
+                    operand = _operand(own + member * layout.token, own + other * layout.token, zeros)
+                    _multiply(acc, rows, operand, rounds * 4, zeros, 1, 2)
+                    of = Int32(select_(quad < 2, member, other))
+                    undo = _read_word(factors + (of * c.split + part) * 4).bitcast(Float32)
+                    half = sums + products % 2 * (c.split * 128)
+                    target = half.toint() + (part * 128 + quad // 2 * 64 + row * 4)
+                    _store_f32(target, acc[0] * undo, quad % 2 == 0)
+                    _store_f32(target + 32, acc[1] * undo, quad % 2 == 0)
+                    cute.arch.barrier(barrier_id=1 + team, number_of_threads=32 * c.split)
+                    if part == products % c.split:
+                        _finish_w13(c, half, routes, hidden, item % tiles, begin + member, count - member)
+                    products += 1
+                if (part == 0) & (lane == 0):  # behind the team's barrier: all its warps have read the stage
+                    cute.arch.mbarrier_arrive(barriers + c.stages + place)
             step += 1
 
 
 @cute.jit
-def _roles_w13(c: cutlass.Constexpr, codes: Any, scales: Any, z: Any, routes: Any, hidden: Any, live: Any, memory: Any):
+def _roles_w13(
+    c: cutlass.Constexpr,
+    codes: Any,
+    scales: Any,
+    next_codes: Any,
+    next_scales: Any,
+    z: Any,
+    routes: Any,
+    hidden: Any,
+    memory: Any,
+):
     """Cut the items into even, neighbouring shares, and part the warps."""
-    stages, barriers, tokens, sums, factors = memory
+    stages, barriers, zeros, *rest = memory
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    items = _entries(c, routes) * (c.width // 8)
+    entries = _entries(c, routes)
+    items = entries * (c.width // 8)
     first, last = block * items // blocks, (block + 1) * items // blocks
-    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= c.split:
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == c.split * c.teams:
         _fetch_w13(c, codes, scales, routes, stages, barriers, first, last)
-    elif first < last:
-        _consume_w13(c, routes, z, hidden, live, stages, barriers, tokens, sums, factors, first, last)
+        if cutlass.const_expr(c.ahead > 0):
+            _ask_for_w2(c, next_codes, next_scales, routes, entries)
+    else:
+        _consume_w13(c, routes, z, hidden, stages, barriers, tuple(rest), zeros.toint() + 32, first, last)
 
 
 def _memory_w13(c: Any) -> tuple:
-    """Stages, barriers (full, then empty), token rows, partial sums, factors of the token rows."""
-    layout = First(c.hidden, c.slots, c.split)
+    """Stages, barriers (full, then empty), zeros, token rows, partial sums, factors of the token rows' parts."""
+    layout = _layout_w13(c)
     allocator = cutlass.utils.SmemAllocator()
     stages = allocator.allocate(c.stages * layout.stage, byte_alignment=128)
-    tokens = allocator.allocate(c.slots * layout.token, byte_alignment=128)
-    sums = allocator.allocate(2 * c.split * 512, byte_alignment=128)
-    factors = allocator.allocate(c.slots * 4, byte_alignment=16)
+    tokens = allocator.allocate(c.teams * c.slots * layout.token, byte_alignment=128)
+    sums = allocator.allocate(c.teams * layout.sums, byte_alignment=128)
+    zeros = allocator.allocate(128, byte_alignment=128)
+    factors = allocator.allocate(c.teams * c.slots * c.split * 4, byte_alignment=16)
     barriers = allocator.allocate_array(Int64, 2 * c.stages, byte_alignment=8)
-    _init_barriers(barriers, 2 * c.stages, c.stages, FETCHERS)
-    return stages, barriers, tokens, sums, factors
+    _zeros(zeros)
+    _init_barriers(barriers, 2 * c.stages)
+    return stages, barriers, zeros, tokens, sums, factors
 
 
 @cute.kernel
 def _w13_pairs(
-    codes: Static, scales: Static, z: Dynamic, ids: Dynamic, num_tokens: Dynamic, hidden: Output, c: cutlass.Constexpr
+    codes: Static,
+    scales: Static,
+    next_codes: Static,
+    next_scales: Static,
+    z: Dynamic,
+    ids: Dynamic,
+    num_tokens: Dynamic,
+    hidden: Output,
+    c: cutlass.Constexpr,
 ):
     release_dependents()
     memory = _memory_w13(c)
     token = dependency_wait()
     routes = (ids.after(token), num_tokens.after(token))
-    live = routes[1][0]
-    _roles_w13(c, codes.early(), scales.early(), z.after(token), routes, hidden.after(token), live, memory)
+    weights = (codes.early(), scales.early(), next_codes.early(), next_scales.early())
+    _roles_w13(c, *weights, z.after(token), routes, hidden.after(token), memory)
 
 
 @cute.kernel
 def _w13_grouped(
     codes: Static,
     scales: Static,
+    next_codes: Static,
+    next_scales: Static,
     z: Dynamic,
     offsets: Dynamic,
     pairs: Dynamic,
@@ -437,8 +511,8 @@ def _w13_grouped(
     memory = _memory_w13(c)
     token = dependency_wait()
     routes = (offsets.after(token), pairs.after(token), active.after(token), num_active.after(token))
-    live = z.shape[0]  # padded rows are loaded too; no pair reads them
-    _roles_w13(c, codes.early(), scales.early(), z.after(token), routes, hidden.after(token), live, memory)
+    weights = (codes.early(), scales.early(), next_codes.early(), next_scales.early())
+    _roles_w13(c, *weights, z.after(token), routes, hidden.after(token), memory)
 
 
 # -- w2 ----------------------------------------
@@ -446,23 +520,29 @@ def _w13_grouped(
 
 @cute.jit
 def _load_table(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, table: Any):
-    """Expert, start and end of every entry; pair and routing weight of every place in the list: read once, by all threads."""
+    """Expert, start and end of every entry; pair and routing weight of every place in the list: read once, by all threads.
+
+    Pairs that are not grouped include those of padded rows, which are never fetched: so no read waits for `num_tokens`.
+    """
     experts, starts, ends, pairs, factors = table
     thread, _, _ = cute.arch.thread_idx()
-    for entry in range(thread, entries, 32 * c.warps):
-        expert = _expert(c, routes, entry)
-        experts[entry] = expert
-        starts[entry], ends[entry] = _span(c, routes, entry, expert)
-    for place in range(thread, weights.shape[0] * c.top_k, 32 * c.warps):
+    places = weights.shape[0] * c.top_k
+    for place in cutlass.range(thread, places, 32 * c.warps, unroll=1):
         pair = Int32(place)
         if cutlass.const_expr(c.grouped):
             pair = routes[1][place]
-        inside = pair < weights.shape[0] * c.top_k  # beyond the last group the list holds anything
-        inside = inside & (pair >= 0)
+        else:
+            experts[place], starts[place], ends[place] = _expert(c, routes, place), place, place + 1
+        inside = (pair < places) & (pair >= 0)  # beyond the last group the list holds anything
         pairs[place] = pair
         factors[place] = Float32(0.0)
         if inside:
             factors[place] = weights[pair // c.top_k, pair % c.top_k]
+    if cutlass.const_expr(c.grouped):
+        for entry in cutlass.range(thread, entries, 32 * c.warps, unroll=1):
+            expert = _expert(c, routes, entry)
+            experts[entry] = expert
+            starts[entry], ends[entry] = _span(c, routes, entry, expert)
 
 
 @cute.jit
@@ -471,7 +551,7 @@ def _fetch_w2(
 ):
     """Start copying this block's rows of an entry's expert, and the hidden rows of its pairs from `begin` on."""
     experts, _, ends, pairs, _ = table
-    layout = Second(c.width, c.height, c.slots, c.padded)
+    layout = Second(c.width, c.height, c.slots)
     lane = cute.arch.lane_idx()
     block, _, _ = cute.arch.block_idx()
     count = cutlass.min(ends[entry] - begin, c.slots)
@@ -482,61 +562,66 @@ def _fetch_w2(
         expected = c.height * layout.row + size + count * (2 * c.width)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
     cute.arch.sync_warp()
-    if cutlass.const_expr(c.padded):
-        _bulk(stage + lane * layout.pitch, _byte(codes, row + lane, layout.row), layout.row, barrier, lane < c.height)
-    else:
-        _bulk(stage, _byte(codes, row, layout.row), c.height * layout.row, barrier, lane == 0)
+    _bulk(stage, _byte(codes, row, layout.row), c.height * layout.row, barrier, lane == 0)
     _bulk(stage + layout.scales, _byte(scales, row, layout.scale_row) - offset, size, barrier, lane == 1)
     if lane < count:
         source = hidden.iterator + pairs[begin + lane] * c.width
         _bulk(stage + (layout.tokens + lane * layout.token), source, 2 * c.width, barrier)
 
 
-def _product_w2(c: Any, entry_row: Any, stage: Any, count: Any) -> list[list[Any]]:
-    """The block's rows of one expert times up to 8 tokens: four fp32 a lane for every 16 rows."""
-    layout = Second(c.width, c.height, c.slots, c.padded)
+def _rows_w2(c: Any, scale_offset: Any, stage: Any) -> tuple:
+    """Where this lane's two rows of each tile are in a stage; the last tile repeats the last row. stage: an address."""
+    layout = Second(c.width, c.height, c.slots)
     lane = cute.arch.lane_idx()
     row, quad = lane // 4, lane % 4
-    token = stage + (layout.tokens + cutlass.min(row, count - 1) * layout.token + quad * 16)
-    scales = stage + (layout.scales + entry_row * layout.scale_row % 16)
-    tiles = []
+    scales = stage + (layout.scales + scale_offset + quad % 2 * 2)
+    rows = []
     for tile in range(-(-c.height // TILE)):
-        rows = [cutlass.min(tile * TILE + half * 8 + row, c.height - 1) for half in (0, 1)]
-        codes = tuple(stage + (r * layout.pitch + quad * 4) for r in rows)
-        tiles.append(Rows(codes, tuple(scales + r * layout.scale_row for r in rows)))
-    return _product(tiles, token, c.width // GROUP, together=2 if len(tiles) == 1 else 1)
+        low, high = (cutlass.min(tile * TILE + half * 8 + row, c.height - 1) for half in (0, 1))
+        codes = tuple(stage + (r * layout.row + quad * 16) for r in (low, high))
+        rows.append((*codes, *(scales + r * layout.scale_row for r in (low, high))))
+    return tuple(rows)
 
 
 @cute.jit
-def _add(c: cutlass.Constexpr, acc: Any, table: Any, begin: Any, count: Any, sums: Any):
-    """sums[token, row] += weight * product, for the pairs from `begin` on. sums: this warp's own."""
+def _add(c: cutlass.Constexpr, acc: Any, table: Any, first: Any, second: Any, sums: Any):
+    """sums[token, row] += weight * product, for two pairs, or one where both are the same place. sums: this warp's own."""
     pairs, factors = table[3], table[4]
     lane = cute.arch.lane_idx()
-    for column in cutlass.range_constexpr(2):
-        member = lane % 4 * 2 + column
-        if member < count:
-            weight = factors[begin + member] * Float32(2.0 ** (SHIFT - c.hidden_shift))
-            base = pairs[begin + member] // c.top_k * c.height
-            for tile in cutlass.range_constexpr(len(acc)):
-                for half in cutlass.range_constexpr(2):
-                    row = tile * TILE + half * 8 + lane // 4
-                    if row < c.height:
-                        sums[base + row] = sums[base + row] + acc[tile][2 * half + column] * weight
+    row, quad = lane // 4, lane % 4
+    place = Int32(select_(quad < 2, first, second))
+    weight = factors[place] * Float32(2.0 ** (SHIFT - c.hidden_shift))
+    base = pairs[place] // c.top_k * c.height
+    if (quad == 0) | ((quad == 2) & (second > first)):
+        for tile in cutlass.range_constexpr(-(-c.height // TILE)):
+            for half in cutlass.range_constexpr(2):
+                at = tile * TILE + half * 8 + row
+                if at < c.height:
+                    sums[base + at] = sums[base + at] + acc[tile * 2 + half] * weight
 
 
 @cute.jit
 def _stream_w2(
-    c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entries: Any, stages: Any, barriers: Any, sums: Any
+    c: cutlass.Constexpr,
+    codes: Any,
+    scales: Any,
+    hidden: Any,
+    table: Any,
+    entries: Any,
+    stages: Any,
+    barriers: Any,
+    sums: Any,
+    zeros: Any,
 ):
     """One warp: every c.warps-th entry, c.depth of them on their way at a time."""
     experts, starts, ends, _, _ = table
-    layout = Second(c.width, c.height, c.slots, c.padded)
+    layout = Second(c.width, c.height, c.slots)
     block, _, _ = cute.arch.block_idx()
     warp = cute.arch.warp_idx()
     ahead, begin = Int32(warp), Int32(0)  # what is fetched next
     if ahead < entries:
         begin = starts[ahead]
-    for turn in cutlass.range_constexpr(c.depth):
+    for turn in cutlass.range(c.depth, unroll=1):
         if ahead < entries:
             _fetch_w2(c, codes, scales, hidden, table, ahead, begin, stages + turn * layout.stage, barriers + turn)
             begin += c.slots
@@ -544,6 +629,8 @@ def _stream_w2(
                 ahead += c.warps
                 if ahead < entries:
                     begin = starts[ahead]
+    tiles = cutlass.const_expr(-(-c.height // TILE))
+    acc = cute.make_rmem_tensor(2 * tiles, Float32)
     step = Int32(0)
     for entry in range(warp, entries, c.warps):
         end = ends[entry]
@@ -551,8 +638,14 @@ def _stream_w2(
             place = step % c.depth
             stage = stages + place * layout.stage
             cute.arch.mbarrier_wait(barriers + place, step // c.depth & 1)
-            count = cutlass.min(end - now, c.slots)
-            acc = _product_w2(c, experts[entry] * c.hidden + block * c.height, stage, count)
+            offset = (experts[entry] * c.hidden + block * c.height) * layout.scale_row % 16
+            rows = _rows_w2(c, offset, stage.toint())
+            tokens = stage.toint() + layout.tokens
+            for member in range(0, cutlass.min(end - now, c.slots), 2):
+                other = cutlass.min(member + 1, cutlass.min(end - now, c.slots) - 1)
+                operand = _operand(tokens + member * layout.token, tokens + other * layout.token, zeros)
+                _multiply(acc, rows, operand, c.width // GROUP, zeros, tiles, 2 if tiles == 1 else 1)
+                _add(c, acc, table, now + member, now + other, sums)
             cute.arch.sync_warp()  # every lane has read the stage
             if ahead < entries:
                 _fetch_w2(c, codes, scales, hidden, table, ahead, begin, stage, barriers + place)
@@ -561,7 +654,6 @@ def _stream_w2(
                     ahead += c.warps
                     if ahead < entries:
                         begin = starts[ahead]
-            _add(c, acc, table, now, count, sums)
             step += 1
 
 
@@ -570,7 +662,7 @@ def _write_w2(c: cutlass.Constexpr, sums: Any, out: Any):
     """Add the warps' sums in order and store them in bf16. Padded rows have nothing in them and come out as zero."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    for place in range(thread, out.shape[0] * c.height, 32 * c.warps):
+    for place in cutlass.range(thread, out.shape[0] * c.height, 32 * c.warps, unroll=1):
         total = Float32(0.0)
         for warp in cutlass.range_constexpr(c.warps):
             total = total + sums[warp * (c.rows * c.height) + place]
@@ -578,8 +670,8 @@ def _write_w2(c: cutlass.Constexpr, sums: Any, out: Any):
 
 
 def _memory_w2(c: Any) -> tuple:
-    """Stages of this warp, its barriers, the table, all sums (set to zero)."""
-    layout = Second(c.width, c.height, c.slots, c.padded)
+    """Stages of this warp, its barriers, the table, all sums (set to zero), zeros."""
+    layout = Second(c.width, c.height, c.slots)
     allocator = cutlass.utils.SmemAllocator()
     warp = cute.arch.warp_idx()
     stages = allocator.allocate(c.warps * c.depth * layout.stage, byte_alignment=128) + warp * (c.depth * layout.stage)
@@ -590,27 +682,29 @@ def _memory_w2(c: Any) -> tuple:
     entries = [numbers(Int32, c.entries) for _ in range(3)]
     table = (*entries, numbers(Int32, c.rows * c.top_k), numbers(Float32, c.rows * c.top_k))
     sums = numbers(Float32, c.warps * c.rows * c.height)
+    zeros = allocator.allocate(128, byte_alignment=128)
     barriers = allocator.allocate_array(Int64, c.warps * c.depth, byte_alignment=8)
+    _zeros(zeros)
     _clear(sums, c.warps * c.rows * c.height, 32 * c.warps)
-    _init_barriers(barriers, c.warps * c.depth, 0, 1)
-    return stages, barriers + warp * c.depth, table, sums
+    _init_barriers(barriers, c.warps * c.depth)
+    return stages, barriers + warp * c.depth, table, sums, zeros.toint() + 32
 
 
 @cute.jit
 def _clear(sums: Any, count: cutlass.Constexpr, threads: cutlass.Constexpr):
     thread, _, _ = cute.arch.thread_idx()
-    for place in range(thread, count, threads):
+    for place in cutlass.range(thread, count, threads, unroll=1):
         sums[place] = Float32(0.0)
 
 
 def _w2(c: Any, codes: Any, scales: Any, hidden: Any, routes: tuple, weights: Any, out: Any, memory: tuple) -> None:
-    stages, barriers, table, sums = memory
+    stages, barriers, table, sums, zeros = memory
     entries = _entries(c, routes)
     _load_table(c, routes, weights, entries, table)
     cute.arch.sync_threads()
     size = c.rows * c.height
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))
-    _stream_w2(c, codes, scales, hidden, table, entries, stages, barriers, own)
+    _stream_w2(c, codes, scales, hidden, table, entries, stages, barriers, own, zeros)
     cute.arch.sync_threads()
     _write_w2(c, sums, out)
 
@@ -656,28 +750,36 @@ def _w2_grouped(
 # -- entries ----------------------------------------
 
 
-def mxfp4_w13_pairs(config, codes, scales, z, ids, num_tokens, hidden, stream):
-    """See the module head."""
-    grid, block = [config.grid, 1, 1], [32 * (config.split + FETCHERS), 1, 1]
-    _w13_pairs(codes, scales, z, ids, num_tokens, hidden, config).launch(grid=grid, block=block, stream=stream, use_pdl=True)
+def _launch(kernel: Any, grid: int, warps: int, stream: Any) -> None:
+    kernel.launch(
+        grid=[grid, 1, 1],
+        block=[32 * warps, 1, 1],
+        min_blocks_per_mp=1,
+        preferred_smem_carveout=100,
+        stream=stream,
+        use_pdl=True,
+    )
 
 
-def mxfp4_w13_grouped(config, codes, scales, z, offsets, pairs, active, num_active, hidden, stream):
+def mxfp4_w13_pairs(config, codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, stream):
     """See the module head."""
-    grid, block = [config.grid, 1, 1], [32 * (config.split + FETCHERS), 1, 1]
-    kernel = _w13_grouped(codes, scales, z, offsets, pairs, active, num_active, hidden, config)
-    kernel.launch(grid=grid, block=block, stream=stream, use_pdl=True)
+    kernel = _w13_pairs(codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, config)
+    _launch(kernel, config.grid, config.split * config.teams + 1, stream)
+
+
+def mxfp4_w13_grouped(config, codes, scales, next_codes, next_scales, z, offsets, pairs, active, num_active, hidden, stream):
+    """See the module head."""
+    kernel = _w13_grouped(codes, scales, next_codes, next_scales, z, offsets, pairs, active, num_active, hidden, config)
+    _launch(kernel, config.grid, config.split * config.teams + 1, stream)
 
 
 def mxfp4_w2_pairs(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See the module head."""
-    grid, block = [config.hidden // config.height, 1, 1], [32 * config.warps, 1, 1]
     kernel = _w2_pairs(codes, scales, hidden, ids, weights, num_tokens, out, config)
-    kernel.launch(grid=grid, block=block, stream=stream, use_pdl=True)
+    _launch(kernel, config.hidden // config.height, config.warps, stream)
 
 
 def mxfp4_w2_grouped(config, codes, scales, hidden, offsets, pairs, active, num_active, weights, out, stream):
     """See the module head."""
-    grid, block = [config.hidden // config.height, 1, 1], [32 * config.warps, 1, 1]
     kernel = _w2_grouped(codes, scales, hidden, offsets, pairs, active, num_active, weights, out, config)
-    kernel.launch(grid=grid, block=block, stream=stream, use_pdl=True)
+    _launch(kernel, config.hidden // config.height, config.warps, stream)

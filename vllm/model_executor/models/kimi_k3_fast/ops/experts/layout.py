@@ -1,9 +1,9 @@
 """Where things lie in shared memory, in bytes. Both halves use it: the host to size stages, the device to address them. No
 imports.
 
-The matrix unit takes 16 weight rows; a lane reads 4 bytes of its row, the quad next to it 4 more rows on. Rows 16 bytes apart
-modulo 128
-put the 32 lanes of such a read into 32 different banks; token rows are read 16 bytes at a time and want 64 modulo 128.
+A lane of the matrix unit reads 16 bytes of a weight row, one scale group; the four lanes of a row read 64 in line, and eight
+lanes, two neighbouring rows of a tile, make one access. Two rows that lie 64 bytes apart modulo 128 share no bank. In w2 a row of
+192 bytes has that by itself; in w13 gate and up rows alternate in a tile, and the up rows are placed 64 bytes off.
 """
 
 from __future__ import annotations
@@ -13,53 +13,64 @@ from dataclasses import dataclass
 SHARED = 232448  # bytes a block may have on all three architectures
 TILE = 16  # rows of a tensor-core tile
 GROUP = 32  # columns that share a scale
+ROUND = 4 * GROUP  # columns that a warp multiplies at a time: a group for each lane of a row
 
 
 def align(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def pitch(row: int, wanted: int) -> int:
-    """The smallest row pitch >= row that is `wanted` modulo 128."""
-    return row + (wanted - row) % 128
+def beside(size: int) -> int:
+    """The first place behind `size` bytes that is 64 modulo 128."""
+    return size + (64 - size) % 128
 
 
 @dataclass(frozen=True)
 class First:
-    """w13. A stage: 8 gate rows and the 8 up rows that belong to them, then their scales."""
+    """w13. A stage: 8 gate rows, the 8 up rows that belong to them, the scales of both. Each of the four is one copy."""
 
     hidden: int
-    rows: int  # token rows kept
-    split: int  # warps that share the columns
+    slots: int  # token rows that a team keeps
+    split: int  # warps of a team: they share the columns
+    teams: int
 
     @property
     def row(self) -> int:
         return self.hidden // 2
 
     @property
-    def pitch(self) -> int:
-        return pitch(self.row, 16)
-
-    @property
     def scale_row(self) -> int:
         return self.hidden // GROUP
 
     @property
+    def up(self) -> int:
+        return beside(8 * self.row)
+
+    @property
     def scales(self) -> int:
-        return TILE * self.pitch
+        return align(self.up + 8 * self.row, 128)
+
+    @property
+    def up_scales(self) -> int:
+        return self.scales + beside(8 * self.scale_row)
 
     @property
     def stage(self) -> int:
-        return align(self.scales + TILE * self.scale_row, 128)
+        return align(self.up_scales + 8 * self.scale_row, 128)
 
     @property
     def token(self) -> int:
-        return pitch(2 * self.hidden, 64)
+        return 2 * self.hidden
+
+    @property
+    def sums(self) -> int:
+        """Of a team: two sets of a warp's 16 rows for two tokens."""
+        return 2 * self.split * 128
 
     @property
     def fixed(self) -> int:
-        """All but the stages: token rows, two sets of partial sums, one factor for each row, barriers."""
-        return align(self.rows * self.token, 128) + 2 * self.split * 512 + 1024
+        """All but the stages: token rows with a factor for each warp's part, sums, zeros, barriers."""
+        return self.teams * (self.slots * (self.token + 4 * self.split) + self.sums) + 1024
 
     def stages(self, wanted: int) -> int:
         return min(wanted, (SHARED - self.fixed) // self.stage)
@@ -72,15 +83,10 @@ class Second:
     width: int
     height: int
     slots: int
-    padded: bool  # every row a copy of its own at a pitch without bank conflicts, or all rows in one copy
 
     @property
     def row(self) -> int:
         return self.width // 2
-
-    @property
-    def pitch(self) -> int:
-        return pitch(self.row, 80) if self.padded else self.row
 
     @property
     def scale_row(self) -> int:
@@ -88,22 +94,23 @@ class Second:
 
     @property
     def scales(self) -> int:
-        return align(self.height * self.pitch, 16)
+        return align(self.height * self.row, 16)
 
     @property
     def tokens(self) -> int:
-        return align(self.scales + self.height * self.scale_row + 16, 16)
+        """Behind the scales, which may start up to 15 bytes late and are read a round at a time."""
+        return align(self.scales + self.height * self.scale_row + 16 + 4, 128)
 
     @property
     def token(self) -> int:
-        return pitch(2 * self.width, 64)
+        return 2 * self.width
 
     @property
     def stage(self) -> int:
         return align(self.tokens + self.slots * self.token, 128)
 
     def fixed(self, warps: int, rows: int, entries: int, pairs: int) -> int:
-        """All but the stages: every warp's sums, the table of entries, pairs and their weights, barriers."""
+        """All but the stages: every warp's sums, the table of entries, pairs and their weights, zeros, barriers."""
         return warps * rows * self.height * 4 + entries * 12 + pairs * 8 + 2048
 
     def depth(self, wanted: int, warps: int, rows: int, entries: int, pairs: int) -> int:
