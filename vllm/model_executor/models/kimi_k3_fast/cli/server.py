@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -26,11 +27,14 @@ class ServerFailed(RuntimeError):
 
 
 def vllm_command() -> list[str]:
-    """`vllm` of the running interpreter's environment, as the start of a command line. Raises ServerFailed without one."""
+    """`vllm` of the running interpreter's environment, as the start of a command line; its module where vLLM is on the path but
+    not installed. Raises ServerFailed without either."""
     script = Path(sys.executable).with_name("vllm")
-    if not script.is_file():
+    if script.is_file():
+        return [str(script)]
+    if importlib.util.find_spec("vllm.entrypoints") is None:
         raise ServerFailed(f"expected the command `vllm` at {script}, found none: install vLLM into this environment")
-    return [str(script)]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def free_port() -> int:

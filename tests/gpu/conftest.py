@@ -1,0 +1,19 @@
+"""Tests of the served model on GPUs: whole servers and engines of rank slices. All are marked `gpu`, and skipped without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]  # for `slices` and `rank_slice`
+
+
+@pytest.fixture
+def two_gpus() -> int:
+    from slices import gpus
+
+    if gpus() < 2:
+        pytest.skip("two ranks need two GPUs")
+    return 2
