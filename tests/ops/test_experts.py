@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -195,6 +195,26 @@ def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None
         assert op.fitted(config, tactic) == tactic
         assert config.hidden % tactic.height == 0 and config.hidden // 128 % tactic.split == 0
         assert tactic.stages >= 3 and tactic.depth >= 1 and tactic.split >= 2
+
+
+def test_a_measured_tactic_serves_its_architecture_and_up_to_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = op.Config(tokens=8)
+    wide, narrow = op.Tactic(grouped=False, warps=16, depth=1), op.Tactic(grouped=True, split=4, slots=2)
+    shape = {name: getattr(config, name) for name in op.SHAPE}
+    table = [{"arch": "sm_90a", **shape, "tokens": n, "tactic": asdict(t)} for n, t in ((64, narrow), (8, wide), (2, narrow))]
+    monkeypatch.setattr(op, "_measured", lambda: table)
+    for tokens, tactic in ((8, wide), (3, wide), (2, narrow), (9, narrow)):
+        wanted = op.fitted(replace(config, tokens=tokens), tactic)
+        assert op.chosen_tactic(replace(config, tokens=tokens), "sm_90a") == wanted
+    for other, arch in ((config, "sm_100a"), (replace(config, width=192), "sm_90a"), (replace(config, experts=40), "sm_90a")):
+        assert op.chosen_tactic(other, arch) == op.default_tactic(other)
+
+
+def test_every_measured_tactic_fits_and_says_where_it_is_from() -> None:
+    for row in op._measured():
+        config = op.Config(**{name: row[name] for name in op.SHAPE})
+        assert op.fitted(config, op.Tactic(**row["tactic"])) == op.Tactic(**row["tactic"])
+        assert row["arch"] in build.ARCHS and row["us"] > 0 and all(row[name] for name in ("gpu", "driver", "versions", "date"))
 
 
 def test_scales_beyond_the_kernels_range_are_refused_when_loaded() -> None:

@@ -21,8 +21,10 @@ Scale codes 1 to 254 are exact, 0 counts as a factor of zero (2^-127), 255 (NaN)
 from __future__ import annotations
 
 import functools
+import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 SM_COUNT = 132
 LARGEST_SCALE = 254
+SHAPE = ("tokens", "hidden", "width", "experts", "top_k")  # what a measured tactic is for
 COLUMNS = 8  # up to so many tokens the pairs may do without groups
 
 
@@ -225,6 +228,27 @@ def default_tactic(config: Config) -> Tactic:
     return fitted(config, PAIRS if config.tokens <= COLUMNS else GROUPED)
 
 
+@functools.cache
+def _measured() -> list[dict[str, Any]]:
+    """tactics.json: for an architecture and a shape the tactic that was fastest, and where that number comes from."""
+    return json.loads((Path(__file__).parent / "tactics.json").read_text())
+
+
+def chosen_tactic(config: Config, arch: str) -> Tactic:
+    """What was fastest on this architecture, for this many tokens or the next larger number measured; else the default."""
+    wanted = replace(config, tokens=0)
+    rows = [
+        row
+        for row in _measured()
+        if row["arch"] == arch
+        and row["tokens"] >= config.tokens
+        and all(row[name] == getattr(wanted, name) for name in SHAPE if name != "tokens")
+    ]
+    if not rows:
+        return default_tactic(config)
+    return fitted(config, Tactic(**min(rows, key=lambda row: row["tokens"])["tactic"]))
+
+
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
     found: list[Tactic] = []
@@ -295,7 +319,7 @@ def plan(config: Config, arch: str, tactic: Tactic | None = None, compiled: bool
     refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))
-    tactic = fitted(config, tactic) if tactic else default_tactic(config)
+    tactic = fitted(config, tactic) if tactic else chosen_tactic(config, arch)
     specs = specs_for(config, tactic)
     return Plan(config, tactic, specs, tuple(get(spec, arch) for spec in specs) if compiled else ())
 
@@ -339,11 +363,12 @@ SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def specs() -> list[KernelSpec]:
-    """The served shapes (TP8 and TP16) with their default tactics, and the small shapes of the tests."""
+    """The served shapes (TP8 and TP16) with the tactics of every architecture, and the small shapes of the tests."""
     small = [SMALL, replace(SMALL, width=96, top_k=2), replace(SMALL, tokens=16)]
     found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
     for width in (384, 192):
         for tokens in SERVED_TOKENS:
             config = Config(tokens=tokens, width=width)
-            found += specs_for(config, default_tactic(config))
+            for tactic in dict.fromkeys(chosen_tactic(config, arch) for arch in ARCHS):
+                found += specs_for(config, tactic)
     return list(dict.fromkeys(found))
