@@ -252,7 +252,7 @@ def greedy_check(
                     where = {"prompt": i, "position": len(tops[i]) - 1, "stock": token, "fast": other}
                     differences.append({**where, "stock_margin": margin(s["top"][j], token, other)})
                     break
-    own = own_error(stock, prompts, texts, tops, top)
+    own, other_tokens = own_error(stock, prompts, texts, tops, top)
     bar = max(own, default=0.0)
     for difference in differences:
         gap = difference["stock_margin"]
@@ -262,6 +262,7 @@ def greedy_check(
         "asked": count * len(prompts),
         "differences": differences,
         "explained": all(d["explained"] for d in differences),
+        "stock_own_differences": other_tokens,
         "stock_own_error": spread(own),
         "fast_from_stock": spread(apart),
     }
@@ -269,16 +270,18 @@ def greedy_check(
 
 def own_error(
     stock: Engine, prompts: Sequence[Sequence[int]], texts: Sequence[list[int]], tops: Sequence[list], top: int
-) -> list[float]:
-    """|stock's margin of its two leading tokens, decoded, minus the same by one prefill of the same tokens|, by position."""
-    found = []
+) -> tuple[list[float], int]:
+    """By position, |stock's margin of its two leading tokens, decoded, minus the same by one prefill of the same tokens|; and at
+    how many positions the prefill prefers another token."""
+    found, others = [], 0
     for prompt, again, rows in zip(prompts, stock.call("complete", texts, 1, top, top), tops, strict=True):
         for decoded, prefilled in zip(rows, again["prompt"][len(prompt) :], strict=True):
             first, second = leaders(decoded)
             one, two = margin(decoded, first, second), margin(prefilled, first, second)
+            others += leaders(prefilled)[0] != first
             if one is not None and two is not None:
                 found.append(abs(one - two))
-    return found
+    return found, others
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -240,6 +240,7 @@ def test_a_difference_at_a_tie_is_explained_and_the_check_goes_on_behind_it() ->
     ]
     assert not found["explained"]
     assert found["stock_own_error"]["max"] == pytest.approx(0.05) and found["stock_own_error"]["count"] == 32
+    assert found["stock_own_differences"] == 2, "at the tie of length 14, in both texts"
 
 
 def test_without_an_own_error_no_difference_is_explained() -> None:
