@@ -26,7 +26,7 @@ LEVELS: dict[str, list[str]] = {
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 QUIET = ["-Wno-maybe-uninitialized", "-Wno-psabi"]  # both fire inside the compiler's own intrinsics headers
-SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZE = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def levels() -> list[str]:
