@@ -320,13 +320,16 @@ def describe(worker: Any) -> dict[str, Any]:
 
     runner = getattr(worker, "worker", worker).model_runner
     model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-    methods = {type(m.quant_method).__name__ for m in model.modules() if getattr(m, "quant_method", None) is not None}
+    methods = [m.quant_method for m in model.modules() if getattr(m, "quant_method", None) is not None]
+    groups = [group for groups in getattr(runner, "attn_groups", ()) for group in groups]
     found = {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "triton", "vllm", "nvidia-cutlass-dsl", "flashinfer-python")},
         "model_class": f"{type(model).__module__}.{type(model).__name__}",
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
-        "quant_methods": sorted(methods),
+        "quant_methods": sorted({type(method).__name__ for method in methods}),
+        "expert_backends": sorted({str(m.mxfp4_backend) for m in methods if hasattr(m, "mxfp4_backend")}),
+        "attention_backends": sorted({group.backend.__name__ for group in groups if hasattr(group, "backend")}),
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
     if torch.cuda.is_available():

@@ -204,6 +204,7 @@ def row(point: Mapping[str, Any]) -> str:
     if point["wanted_ratio"]:
         text += f", wanted {point['wanted_ratio']}x"
     text += f", fast decode tokens {share:.2%}" if share is not None else ""
+    text += f", {point['tokens_lost']} tokens did not come" if point["tokens_lost"] else ""
     launches = {name: ranks[0].get("launches") for name, ranks in point.get("trace", {}).items()}
     if launches:
         text += ", launches " + " | ".join(f"{name} {count:.0f}" for name, count in launches.items() if count)
@@ -328,8 +329,8 @@ def plot(record: Mapping[str, Any], file: Path) -> None:
 # -- the run ---------------------------------------------------------------------------------------------------------------------
 def output_of(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except OSError:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
 
@@ -348,9 +349,9 @@ def provenance(commit: str | None) -> dict[str, Any]:
 
 
 def gpu_bytes() -> int:
-    """Memory of the smallest GPU here; 0 without one."""
-    text = output_of("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    return min((int(line) << 20 for line in text.splitlines()), default=0) if text else 0
+    """Memory of the smallest GPU here; 0 without one. Asked of another process: this one stays off the GPUs."""
+    ask = "import torch; print(*(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())))"
+    return min(map(int, (output_of(sys.executable, "-c", ask) or "0").split()), default=0)
 
 
 def specs(options: argparse.Namespace, folder: Path, longest: int, most: int) -> dict[str, Spec]:
@@ -513,7 +514,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--check-prompts", type=int, default=16)
     parser.add_argument("--check-tokens", type=int, default=64)
     parser.add_argument("--trace", action="store_true", help="profile 16 steps of every point")
-    parser.add_argument("--deadline", type=float, default=500.0, help="seconds after which no further point begins")
+    parser.add_argument("--deadline", type=float, default=440.0, help="seconds after which no further point begins")
     parser.add_argument("--mode", default="require", choices=("require", "auto", "off"), help="of the fast arm")
     parser.add_argument("--settings", default="{}", help="more settings of the fork, as JSON")
     parser.add_argument("--stock", default="plain", choices=("plain", "off"), help="the fork not loaded, or loaded with mode off")
