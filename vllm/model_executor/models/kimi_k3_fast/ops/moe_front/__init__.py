@@ -175,7 +175,7 @@ def topk_spec(config: TopkConfig) -> KernelSpec:
             Param("num_active", "i32", (1,), OUTPUT, align=4),
             Param("arrived", "i32", (1,), STATE, align=4),
         )
-    return KernelSpec("topk", "moe_front", config, f"{__name__}.cute:topk", params)
+    return KernelSpec("topk", "moe_front", config, f"{__name__}.topk:topk", params)
 
 
 @dataclass(frozen=True)

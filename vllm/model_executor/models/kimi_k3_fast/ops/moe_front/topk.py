@@ -1,0 +1,226 @@
+"""Device half of the choice of experts: sigmoid scores, the k largest of score + bias, their weights, and pairs by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass.cute.arch import inline_ptx
+from cutlass.cutlass_dsl import select_
+from cutlass.memory import SmemAllocator
+
+from ..device.ptx import sigmoid, warp_max_u32, warp_min_u32
+from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+
+COUNTERS = 8  # threads that share the count for one candidate
+
+
+@cute.kernel
+def _topk(
+    bias: Static,
+    logits: Dynamic,
+    num_tokens: Dynamic,
+    ids: Output,
+    weights: Output,
+    groups: Any,
+    config: cutlass.Constexpr,
+):
+    """One block for a token, one thread for an expert.
+
+    The warps are dealt to k sets. The least of the sets' maxima is a bound that at least k experts reach; those that do (about a
+    fifteenth) are listed, and an expert's place is the number of listed ones before it. The order is total (score, then lower
+    id), so places are distinct and ties settled. The block that finishes last groups all tokens' choices.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    row, _, _ = cute.arch.block_idx()
+    lane, warp, experts, k = thread % 32, thread // 32, config.experts, config.top_k
+    expert = cutlass.min(thread, experts - 1)
+    allocator = SmemAllocator()
+    scores = allocator.allocate_tensor(Float32, cute.make_layout(experts), byte_alignment=16)
+    listed = allocator.allocate_tensor(Uint64, cute.make_layout(experts), byte_alignment=16)
+    maxima = allocator.allocate_tensor(Uint32, cute.make_layout(32), byte_alignment=16)
+    chosen = allocator.allocate_tensor(Float32, cute.make_layout(32), byte_alignment=16)
+    count = allocator.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
+    masks = allocator.allocate_tensor(Uint32, cute.make_layout(2 * experts if config.grouped else 1), byte_alignment=16)
+    offset = bias.early()[expert]
+    if thread == 0:
+        count[0] = Int32(0)
+    if cutlass.const_expr(config.grouped):
+        masks[expert * 2] = Uint32(0)
+        masks[expert * 2 + 1] = Uint32(0)
+    release_dependents()
+
+    token = dependency_wait()
+    live = row < num_tokens.after(token)[0]
+    score = sigmoid(logits.after(token)[row, expert])
+    key = sortable(score + offset)
+    if thread >= experts:
+        key = Uint32(0)
+    scores[expert] = score
+    maxima[warp] = warp_max_u32(key)
+    cute.arch.sync_threads()
+
+    bound = Uint32(0)
+    if cutlass.const_expr(experts >= 32 * k):
+        bound = warp_min_u32(set_maximum(maxima, lane, experts // 32, k))
+    reaches = (key >= bound) & (thread < experts)
+    mask = cute.arch.vote_ballot_sync(reaches)
+    base = Int32(0)
+    if (lane == 0) & (mask != 0):
+        base = cute.arch.atomic_add(count.iterator, cute.arch.popc(mask), sem="relaxed", scope="cta")
+    base = cute.arch.shuffle_sync(base, 0)
+    if reaches:
+        listed[base + popcount_below(mask, lane)] = (Uint64(key) << Uint64(32)) | Uint64(Uint32(0xFFFFFFFF) - Uint32(thread))
+    cute.arch.sync_threads()
+
+    candidates = count[0]
+    out_ids = ids.after(token)
+    at_once = cutlass.const_expr(-(-experts // 32) * 32 // COUNTERS)
+    for first in cutlass.range(0, candidates, at_once, unroll=1):
+        candidate = first + thread // COUNTERS
+        mine, place = listed[cutlass.min(candidate, candidates - 1)], Int32(0)
+        for start in cutlass.range(0, candidates, COUNTERS, unroll=2):
+            other = start + thread % COUNTERS
+            before = (listed[cutlass.min(other, candidates - 1)] > mine) & (other < candidates)
+            place = place + Int32(before)
+        for distance in cutlass.range_constexpr(3):
+            place = place + cute.arch.shuffle_sync_bfly(place, offset=1 << distance)
+        if (place < k) & (candidate < candidates) & (thread % COUNTERS == 0):
+            chosen_expert = Int32(Uint32(0xFFFFFFFF) - Uint32(mine & Uint64(0xFFFFFFFF)))
+            out_ids[row, place] = Int32(select_(live, chosen_expert, Int32(0)))
+            chosen[place] = scores[chosen_expert]
+    cute.arch.sync_threads()
+
+    out_weights = weights.after(token)
+    if warp == 0:
+        value = chosen[cutlass.min(lane, k - 1)]
+        if lane >= k:
+            value = Float32(0.0)
+        if cutlass.const_expr(config.renormalise):
+            value = value / (cute.arch.warp_reduction_sum(value) + Float32(1e-20))
+        if lane < k:
+            out_weights[row, lane] = Float32(select_(live, value * Float32(config.scaling), Float32(0.0)))
+
+    if cutlass.const_expr(config.grouped):
+        offsets, pairs, active, num_active, arrived = (tensor.after(token) for tensor in groups)
+        if thread == at_once * COUNTERS - 1:  # behind the barrier, so this block's ids are written: the count publishes them
+            before = cute.arch.atomic_add(arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
+            count[1] = Int32(before == config.tokens - 1)
+        cute.arch.sync_threads()
+        if count[1] != 0:
+            if thread == 0:
+                arrived[0] = Int32(0)  # for the next launch
+            buffers = (out_ids, offsets, pairs, active, num_active)
+            group_pairs(config, buffers, num_tokens.after(token)[0], masks, recast(scores, Int32), maxima)
+
+
+def set_maximum(maxima: Any, lane: Any, warps: int, sets: int) -> Any:
+    """The largest of the warps' maxima in this lane's set: the warps lane, lane + sets and so on. Lanes from `sets` on repeat."""
+    own = cutlass.min(lane, sets - 1)
+    found = maxima[own]
+    for further in range(sets, warps, sets):
+        place = own + further
+        other = maxima[cutlass.min(place, warps - 1)]
+        found = Uint32(select_((place < warps) & (other > found), other, found))
+    return found
+
+
+def recast(tensor: Any, dtype: Any) -> Any:
+    """A tensor of shared memory as a flat one of another type."""
+    count = cute.size(tensor) * tensor.element_type.width // dtype.width
+    return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=dtype), cute.make_layout(count))
+
+
+def popcount_below(mask: Any, lane: Any) -> Any:
+    """Set bits of a 32-bit mask below bit `lane`."""
+    return cute.arch.popc(Uint32(mask) & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
+
+
+def lanes_before(value: Any, lane: Any) -> Any:
+    """Sum of `value` over this lane and those below it in the warp."""
+    for distance in (1, 2, 4, 8, 16):
+        below = cute.arch.shuffle_sync_up(value, offset=distance, mask_and_clamp=0)
+        value = value + Int32(select_(lane >= distance, below, Int32(0)))
+    return value
+
+
+@cute.jit
+def group_pairs(config: cutlass.Constexpr, buffers: Any, live_tokens: Int32, masks: Any, starts: Any, totals: Any):
+    """List all tokens' (token, slot) pairs by expert; one thread for an expert, then one for a pair.
+
+    A token chooses an expert at most once, so 64 bits say which tokens chose it: their number is the expert's share of the list,
+    and the bits below a token's its place in the share. `masks` [2 E], all zero, `starts` [E], `totals` [32]: in shared memory.
+    """
+    ids, offsets, pairs, active, num_active = buffers
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp, experts, k = thread % 32, thread // 32, config.experts, config.top_k
+    threads = cutlass.const_expr(-(-experts // 32) * 32)
+    warps = cutlass.const_expr(threads // 32)
+    turns = cutlass.const_expr(-(-config.tokens * k // threads))
+    own_pairs = cute.make_rmem_tensor(turns, Int32)  # the experts of this thread's pairs
+    for turn in cutlass.range_constexpr(turns):
+        pair = thread + turn * threads
+        expert = Int32(-1)
+        if pair < live_tokens * k:
+            load = "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];"  # other blocks wrote it during this launch
+            expert = inline_ptx(load, write_only_types=[Int32], read_only_args=[ids.iterator + pair])
+            chosen_by = pair // k
+            word = masks.iterator + (expert * 2 + chosen_by // 32)
+            inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[word, Uint32(1) << Uint32(chosen_by % 32)])
+        own_pairs[turn] = expert
+    cute.arch.sync_threads()
+    own = Int32(0)
+    if thread < experts:
+        own = Int32(cute.arch.popc(masks[thread * 2])) + Int32(cute.arch.popc(masks[thread * 2 + 1]))
+    # Both sums of an expert in one number: pairs above, active experts below.
+    packed = own * 65536 + Int32(own > 0)
+    upto = lanes_before(packed, lane)
+    if lane == 31:
+        totals[warp] = Uint32(upto)
+    cute.arch.sync_threads()
+    of_warp = Int32(0)
+    if lane < warps:
+        of_warp = Int32(totals[lane])
+    earlier = cute.arch.warp_reduction_sum(Int32(select_(lane < warp, of_warp, Int32(0))))
+    start_of_own = earlier + upto - packed
+    if thread < experts:
+        offsets[thread] = start_of_own // 65536
+        starts[thread] = start_of_own // 65536
+        if own > 0:
+            active[start_of_own % 65536] = thread
+    if thread == threads - 1:
+        whole = earlier + upto
+        offsets[experts] = whole // 65536
+        num_active[0] = whole % 65536
+    cute.arch.sync_threads()
+    for turn in cutlass.range_constexpr(turns):
+        pair, expert = thread + turn * threads, own_pairs[turn]
+        if expert >= 0:
+            chosen_by = pair // k
+            below = Int32(popcount_below(masks[expert * 2 + chosen_by // 32], chosen_by % 32))
+            if chosen_by >= 32:
+                below = below + Int32(cute.arch.popc(masks[expert * 2]))
+            pairs[starts[expert] + below] = pair
+
+
+def sortable(value: Any) -> Any:
+    """Unsigned number that orders as the fp32 value does."""
+    bits = value.bitcast(Uint32)
+    return Uint32(select_(bits >= Uint32(0x80000000), ~bits, bits | Uint32(0x80000000)))
+
+
+def topk(
+    config: Any, bias: Static, logits: Dynamic, num_tokens: Dynamic, ids: Output, weights: Output, *groups_and_stream: Any
+) -> None:
+    *groups, stream = groups_and_stream
+    threads = -(-config.experts // 32) * 32
+    _topk(bias, logits, num_tokens, ids, weights, tuple(groups), config).launch(
+        grid=[config.tokens, 1, 1],
+        block=[threads, 1, 1],
+        min_blocks_per_mp=1,
+        preferred_smem_carveout=100,
+        stream=stream,
+        use_pdl=True,
+    )
