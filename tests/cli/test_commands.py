@@ -176,6 +176,29 @@ def test_changed_missing_and_added_files_are_told_apart(tmp_path: Path) -> None:
     assert doctor.differences(recorded, tmp_path) == (["vllm/changed.py"], ["vllm/missing.py"], ["vllm/added.py"])
 
 
+def test_doctor_refuses_what_a_server_would_refuse_for_its_patches(monkeypatch) -> None:
+    from vllm.model_executor.models.kimi_k3_fast import guard
+
+    monkeypatch.setattr(guard, "refused_patches", {"2": Refusal(Reason.PATCH_DRIFT, "patch 2: block_pool.py: expected sha256 1")})
+    result = run("doctor")
+    verdict = result.output.partition("scope verdict")[2]
+    assert "refused" in verdict.partition("\n")[0]
+    assert "patch_drift" in verdict and "block_pool.py: expected sha256 1" in verdict
+    assert "waiting" not in result.output.partition("scope verdict")[0], "every target was tried"
+
+
+def test_patches_of_a_server_are_shown_by_process(monkeypatch) -> None:
+    guard = Guard()
+    here = {"targets": {"a.py": "installed"}, "refusal": "", "ran": {"scheduled": False, "step_received": True}}
+    core = {"targets": {"a.py": "failed"}, "refusal": "a.py: another function in its place", "ran": {"scheduled": False}}
+    guard.patches({"2": here, "engine core 2": core})
+    monkeypatch.setattr(report, "fetch", lambda url: summarise([guard.report()], {"patches": {"2": {**here, "ran": {}}}}))
+    rows = [line.split() for line in run("patches", "http://server").output.splitlines() if " 2 " in line]
+    assert [row[0] for row in rows] == ["API", "engine", "worker"]
+    assert "failed:" in rows[1] and rows[1][-1] == "-"
+    assert [word for word in rows[2] if word != "│"][-2:] == ["installed", "step_received"]
+
+
 def test_patches_are_listed() -> None:
     output = run("patches").output
     assert "vllm/v1/core/sched/scheduler.py" in output

@@ -114,11 +114,16 @@ def report(
 
 
 @app.command()
-def patches() -> None:
+def patches(
+    url: Annotated[str | None, typer.Argument(help="A running server: the patches' state in each of its processes.")] = None,
+) -> None:
     """The fork's changes to vLLM's shared code: target, state here, lines added, when to remove."""
-    from . import doctor as room
+    from . import doctor, report
 
-    console.print(room.patch_table())
+    try:
+        console.print(report.patches(report.fetch(url)) if url else doctor.patch_table())
+    except report.NoReport as error:
+        fail(str(error))
 
 
 @app.command("replay-step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
+import importlib
 import io
 import os
 import platform
@@ -38,7 +39,10 @@ def examine(console: Console, model: str | None, serve_args: Sequence[str]) -> b
     console.print(_plugin_table(base, plugin))
     if base or plugin:
         return False
+    missing = _import_targets()
     console.print(patch_table())
+    for target, why in missing.items():
+        console.print(f"not imported here: {target}: {why}", markup=False, highlight=False)
     try:
         deployment, source = _deployment(model, serve_args)
     except Exception as error:  # what vLLM says of an unusable checkpoint or argument is the answer
@@ -96,6 +100,19 @@ def _plugin_table(base: Refusal | None, plugin: str | None) -> Table:
     return table
 
 
+def _import_targets() -> dict[str, str]:
+    """Import what the patches change, so that their state here is a server's. By target: why it cannot be imported."""
+    from ..patches import applier, ledger
+
+    missing = {}
+    for target in sorted({target for patch in ledger.patches() for target in patch.targets}):
+        try:
+            importlib.import_module(applier.module_name(target))
+        except Exception as error:  # a module of another platform may fail in any way
+            missing[target] = f"{type(error).__name__}: {error}"
+    return missing
+
+
 def patch_table() -> Table:
     """The patches, with their state in this process."""
     from .. import patches
@@ -137,7 +154,10 @@ def _deployment(model: str | None, serve_args: Sequence[str]) -> tuple[tuple[Dep
 
 
 def _verdict(judged: tuple[Deployment, settings.Settings], source: str) -> Table:
-    found = refusals(*judged)
+    """A patch that this installation refuses is a reason like any other: the fast path does not run where the guard is blind."""
+    from .. import guard
+
+    found = (*refusals(*judged), *guard.refused_patches.values())
     table = _table(
         f"scope verdict for {source}: {'refused' if found else 'fast path selected'}", "reason", "detail", "what to do"
     )

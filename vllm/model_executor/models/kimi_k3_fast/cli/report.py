@@ -16,6 +16,7 @@ from ..reasons import Reason
 
 ROUTE = "/k3fast/report"
 WATCH_SECONDS = 1.0
+CORE = "engine core "  # before the names of the patches that a worker heard of
 MEANINGS = {reason.code: reason.meaning for reason in Reason}
 
 
@@ -67,8 +68,27 @@ def _verdict(rank: dict[str, Any]) -> Table:
     for change in deployment["mutations"]:
         table.add_row(f"changed {change['name']}", f"{change['before']} -> {change['after']}: {change['why']}")
     for name, patch in rank["patches"].items():
-        states = sorted(set(patch["targets"].values()))
-        table.add_row(f"patch {name}", ", ".join(states) + (f": {patch['refusal']}" if patch.get("refusal") else ""))
+        table.add_row(f"patch {name}", _installed(patch))
+    return table
+
+
+def _installed(patch: dict[str, Any]) -> str:
+    states = sorted(set(patch["targets"].values()))
+    return ", ".join(states) + (f": {patch['refusal']}" if patch.get("refusal") else "")
+
+
+def patches(report: dict[str, Any]) -> Table:
+    """The patches in every process of a server: their state, and apart from it which of their hooks have run."""
+    table = _table("patches, by process", "process", "patch", "installed", "has run")
+    processes = {"API server": report["api_server"].get("patches", {})}
+    for rank in report["ranks"]:
+        core = {name.removeprefix(CORE): state for name, state in rank["patches"].items() if name.startswith(CORE)}
+        processes.setdefault("engine core", core)
+        processes[f"worker {rank['rank']}"] = {name: s for name, s in rank["patches"].items() if not name.startswith(CORE)}
+    for process, states in processes.items():
+        for name, patch in sorted(states.items()):
+            ran = [hook for hook, count in patch["ran"].items() if count]
+            table.add_row(process, name, _installed(patch), ", ".join(ran) or "-")
     return table
 
 

@@ -18,11 +18,12 @@ before; nothing is written into site-packages. On a source tree of the release t
 --unidiff-zero`, in the order of their numbers.
 
 A target whose SHA-256 differs from the release refuses the whole patch (`patch_drift`), and what depends on it is off
-with that reason. `k3fast patches` and the report show each process's state: installed, waiting (module not imported
+with that reason. `k3fast patches URL` and the report show each process's state: installed, waiting (module not imported
 there), refused, failed, displaced (something replaced the patched function), and apart from that which hooks have run. A
-patch that is installed but does not run is a violation (`patch_not_run`).
+patch that is installed but does not run is a violation (`patch_not_run`); where it is the engine core that lacks one, the
+workers say so and take no fast step from then on.
 
-With the fork off, or for any other model, each inserted call returns after one comparison.
+With the fork off, or for any other model, each inserted call counts itself at most and returns after one comparison.
 """
 
 
