@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ptx_machine import run as run_ptx
 from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res as op
@@ -76,13 +77,24 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], before: dict[str, t
     check_error(out, exact, reference.mix(config, case["score"], case["norm"], blocks, prefix, torch.float32).bfloat16())
 
 
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_ptx_against_float64(config: op.Config) -> None:
+    """The compiled kernel on a machine in software: poisoned output, threads in an order of chance."""
+    case = _case(config, 3, "cpu")
+    before = {name: tensor.clone() for name, tensor in case.items()}
+    out = torch.full((config.tokens, config.columns), float("nan"), dtype=torch.bfloat16)
+    run_ptx(op.spec(config), {**case, "out": out}, (config.tokens * config.blocks,), config.blocks)
+    _check(config, case, before, out)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
     [
         *SMALL,
         *(op.Config(t, 7168, *form[:3], normalise=form[3]) for form, t in zip(FORMS, (1, 5, 64, 5, 1, 64, 5), strict=True)),
-        *(op.Config(2, 7168, 8, True, blocks=b) for b in (1, 7)),
+        *(op.Config(2, 7168, 8, True, blocks=b) for b in (2, 7, 8)),
+        op.Config(2, 7168, 1, True, blocks=1),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from late_kernel import write_late
+from ptx_machine import run as run_ptx
 from torch import Tensor
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build, kda
@@ -146,6 +147,41 @@ def test_kernels_compile_without_spills(
     config: kda.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]
 ) -> None:
     assert not findings(kda.spec(config, kda.default_tactic(config)), arch)
+
+
+# -- the compiled kernel on a machine in software -----------------------------------------------------------------------------
+
+
+def padded(inputs: dict[str, Tensor]) -> None:
+    """Make the second of three requests a padded row, and the null slot one that nobody may read."""
+    inputs["slots"][1, 0] = -1 if "starts" in inputs else 0
+    inputs["conv_state"][0] = inputs["state"][0] = inputs["x"][1 if "starts" not in inputs else 2] = float("nan")
+    if "starts" in inputs:  # two tokens, none, and one draft less than could be; the rest of the rows are padding
+        inputs["starts"].copy_(torch.tensor([0, 2, 2, 3]))
+        inputs["accepted"][1] = -(2**30)
+        inputs["x"][3:] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("config", "tactic"),
+    [
+        (kda.Config(1, 3, kda.columns(1)), kda.Tactic(2, 128, 1, 2)),
+        (kda.Config(1, 3, kda.columns(1), queries=2, drafts=1), kda.Tactic(4, 128, 3)),
+        (kda.Config(1, 1, kda.columns(1), lower_bound=None), kda.Tactic(1, 256, 1)),
+    ],
+    ids=["walk", "verify", "unbounded"],
+)
+def test_ptx_against_float64(config: kda.Config, tactic: kda.Tactic) -> None:
+    """Poisoned output, a padded row among others, a walk with states on their way, threads in an order of chance."""
+    inputs = problem(config, spread=3.0)
+    if config.requests > 1:
+        inputs["x"].nan_to_num_()
+        padded(inputs)
+    exact, plain = expected(config, inputs), expected(config, inputs, torch.float32)
+    y = torch.full((config.tokens, config.heads * D), float("nan"), dtype=torch.bfloat16)
+    spec = kda.spec(config, tactic)
+    run_ptx(spec, {**inputs, "y": y}, (config.heads * tactic.split, spec.config.row_groups), tactic.split)
+    compare(inputs, y, exact, plain)
 
 
 # -- on a device -----------------------------------------------------------------------------------------------------------------

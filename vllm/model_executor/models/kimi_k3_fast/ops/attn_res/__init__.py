@@ -43,17 +43,23 @@ class Config:
         return self.columns // self.blocks
 
     @property
-    def warps(self) -> int:
+    def mixing(self) -> int:
+        """Warps that mix, a thread eight columns."""
         return -(-self.share // 256)
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
+    def parts(self) -> int:
+        """Warps that share a source: as many as mix anyway, and enough for at most seven pieces of 256 columns each."""
+        return max(1, self.mixing // (self.prev + 1), -(-self.mixing // 7))
 
     @property
-    def pitch(self) -> int:
-        """fp32 places for the blocks' contributions to one sum, in whole 16 bytes."""
-        return -(-self.blocks // 4) * 4
+    def pieces(self) -> int:
+        """Pieces of 256 columns that one warp takes of its source."""
+        return -(-self.mixing // self.parts)
+
+    @property
+    def threads(self) -> int:
+        return 32 * max(self.mixing, (self.prev + 1) * self.parts)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         (1 <= c.tokens <= c.rows, f"1 to {c.rows} tokens, found {c.tokens}"),
         (1 <= c.blocks <= 8, f"a cluster of 1 to 8 blocks, found {c.blocks}"),
         (c.columns % (8 * c.blocks) == 0, f"columns in multiples of {8 * c.blocks}, found {c.columns}"),
-        (c.threads <= 1024, f"at most 8192 columns for a block, found {c.share}"),
+        (c.threads <= 1024, f"at most 1024 threads a block, found {c.threads} for {c.share} columns of {c.prev + 1} sources"),
         (0 <= c.prev <= c.closed <= 15, f"0 <= prev <= closed <= 15, found {c.prev} and {c.closed}"),
         (-1 <= c.write < c.closed, f"a block to close below {c.closed}, found {c.write}"),
         (c.write < 0 or c.write >= c.prev, f"a block to close that is not mixed in, found {c.write} with {c.prev} sources"),

@@ -1,8 +1,13 @@
 """Device half of `attn_res`: one cluster per token, every source's bytes in flight at once, two exchanges of a few numbers.
 
 A token is 7168 columns of up to nine sources: 129 KB that one SM could not load fast enough. A cluster's blocks take a share of
-the columns each; a thread holds 8 columns of all sources in registers, so they are read once. What must be known of the whole
-row is little: two sums for each source, and one of the mixture. Blocks push them into each other's shared memory and meet.
+the columns each. In a block, a few warps take each source: they copy their part into shared memory and, when it is there, add up
+the two sums that its weight needs; the prefix's warps also add the pending delta. Then every thread mixes eight columns of all
+sources. What must be known of the whole row is little: two sums for each source, and one of the mixture. Warps send them straight
+to every block of the cluster, and count on each block's barrier.
+
+A thread that held its columns of all sources in registers needed 128 of them and 1300 instructions of straight code: too few
+blocks fit on an SM for 64 tokens, and in a layer such code is never in the instruction caches.
 """
 
 from __future__ import annotations
@@ -11,12 +16,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import BFloat16, Float32, Int64
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ptx import cluster_barrier, load_shared, push_f32, store_global, store_shared_f32
-from ..device.vectors import load_words, pack_bf16, unpack_bf16
+from ..device.ptx import copy_async, load_shared, send_f32, store_global, store_shared
+from ..device.reduce import warp_max, warp_sum
+from ..device.vectors import lane_and_warp, load_words, pack_bf16, unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 
@@ -28,131 +34,167 @@ def pack(values: list[Any]) -> Any:
     return tuple(pack_bf16(even, odd) for even, odd in zip(values[0::2], values[1::2], strict=True))
 
 
-def warp_sums(values: list[Any], lane: Any) -> tuple[Any, Any, Any]:
-    """Sums of many values over a warp, each ending in one lane: (sum, which value, whether this lane holds one).
+def floats(pointer: Any) -> list[Any]:
+    """Four neighbouring floats of shared memory."""
+    return [word.bitcast(Float32) for word in load_shared(pointer)]
 
-    Each round halves the list: a lane keeps one half and sends its neighbour the other. n values cost about n shuffles instead
-    of 5 n.
-    """
-    which, count = cutlass.Int32(0), cutlass.Int32(len(values))
-    for offset in (16, 8, 4, 2, 1):
-        upper = (lane & offset) != 0
-        half = (len(values) + 1) // 2
-        pairs = [(values[i], values[i + half] if i + half < len(values) else Float32(0.0)) for i in range(half)]
-        sent = [Float32(select_(upper, low, high)) for low, high in pairs]
-        kept = [Float32(select_(upper, high, low)) for low, high in pairs]
-        values = [k + cute.arch.shuffle_sync_bfly(s, offset=offset) for k, s in zip(kept, sent, strict=True)]
-        # The upper half of an odd list is one shorter: its last place is padding.
-        which = which + cutlass.Int32(select_(upper, cutlass.Int32(half), cutlass.Int32(0)))
-        count = cutlass.Int32(select_(upper, count - half, cutlass.min(count, half)))
-    return values[0], which, count > 0
+
+def where(condition: Any, value: Any) -> Any:
+    """The value, or 0 where the condition fails; None never fails."""
+    return value if condition is None else Float32(select_(condition, value, Float32(0.0)))
 
 
 class Exchange:
-    """`count` sums over the cluster's columns, for all its threads."""
+    """`count` sums over the cluster, of `parts` warps of every block each: sent by the warps, received by all threads."""
 
-    def __init__(self, config: Any, count: int, allocator: Any) -> None:
-        self.config, self.count = config, count
-        self.ours = allocator.allocate_tensor(Float32, cute.make_layout(config.warps * count), byte_alignment=16)
-        self.all = allocator.allocate_tensor(Float32, cute.make_layout(count * config.pitch), byte_alignment=16)
+    def __init__(self, config: Any, count: int, parts: int, memory: Any) -> None:
+        self.blocks, self.count, self.parts = config.blocks, count, parts
+        self.pitch = -(-config.blocks * parts // 4) * 4  # whole 16 bytes
+        self.values = memory.allocate_tensor(Float32, cute.make_layout(count * self.pitch), byte_alignment=16)
+        self.barrier = memory.allocate_array(Int64, 1, byte_alignment=8)
 
-    def sums(self, values: list[Any], rank: Any) -> list[Any]:
-        thread, _, _ = cute.arch.thread_idx()
-        config, count = self.config, self.count
-        value, which, held = warp_sums(values, thread % 32)
-        store_shared_f32(self.ours.iterator + (thread // 32 * count + which), value, held)
-        cute.arch.sync_threads()
-        for start in range(0, count * config.blocks, config.threads):
-            index = thread + start
-            at, peer = cutlass.min(index // config.blocks, count - 1), index % config.blocks
-            total = self.ours[at]
-            for warp in range(1, config.warps):
-                total = total + self.ours[warp * count + at]
-            push_f32(self.all.iterator + (at * config.pitch + rank), total, peer, index < count * config.blocks)
-        if config.blocks > 1:
-            cluster_barrier()
+    def wait(self) -> None:
+        if self.blocks > 1:
+            cute.arch.mbarrier_wait(self.barrier, 0)
         else:
             cute.arch.sync_threads()
-        return [self._over_blocks(at) for at in range(count)]
 
-    def _over_blocks(self, at: int) -> Any:
-        words = [
-            w
-            for start in range(0, self.config.pitch, 4)
-            for w in load_shared(self.all.iterator + (at * self.config.pitch + start))
-        ]
-        total = words[0].bitcast(Float32)
-        for word in words[1 : self.config.blocks]:
-            total = total + word.bitcast(Float32)
+    def total(self, which: Any) -> Any:
+        places = range(0, self.pitch, 4)
+        words = [value for at in places for value in floats(self.values.iterator + (which * self.pitch + at))]
+        total = words[0]
+        for word in words[1 : self.blocks * self.parts]:
+            total = total + word
         return total
+
+
+def send(exchange: Exchange, values: list[Any], first: Any, part: Any, rank: Any) -> None:
+    """A warp's part of the sums `first`, `first` + 1, ... to all blocks: a lane for each value and block."""
+    lane, _ = lane_and_warp()
+    which, peer = lane % len(values), lane // len(values)
+    value = values[0]
+    for i in range(1, len(values)):
+        value = Float32(select_(which == i, values[i], value))
+    place = (first + which) * exchange.pitch + rank * exchange.parts + part
+    if exchange.blocks > 1:
+        send_f32(exchange.values.iterator + place, value, exchange.barrier, peer, peer < exchange.blocks)
+    else:
+        exchange.values[place] = value
+
+
+def weights(logits: Exchange, config: Any) -> Any:
+    """This lane's share of the softmax: lane j has source j's, and every warp works out all of them."""
+    lane, _ = lane_and_warp()
+    own = cutlass.min(lane, config.prev)
+    squares, dot = logits.total(2 * own), logits.total(2 * own + 1)
+    logit = dot * cute.math.rsqrt(squares * Float32(1.0 / config.columns) + Float32(config.eps))
+    power = Float32(select_(lane <= config.prev, cute.math.exp(logit - warp_max(logit)), Float32(0.0)))
+    return power * (Float32(1.0) / warp_sum(power))
 
 
 @cute.kernel
 def _attn_res(
     score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, config: cutlass.Constexpr
 ):
+    lane, warp = lane_and_warp()
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
     row, rank = index // config.blocks, index % config.blocks
-    allocator = SmemAllocator()
-    logits = Exchange(config, 2 * (config.prev + 1), allocator)
-    square = Exchange(config, 1, allocator)
-    column = rank * config.share + cutlass.min(thread * 8, config.share - 8)
-    real = thread * 8 < config.share  # threads past the share repeat its last columns and count for nothing
-    weight = unpack(load_words(norm.early().iterator + column))
-    scores = [w.bitcast(Float32) for half in (0, 4) for w in load_words(score.early().iterator + (column + half))]
+    share, parts, sources = config.share, config.parts, config.prev + 1
+    memory = SmemAllocator()
+    source_smem = memory.allocate_tensor(BFloat16, cute.make_layout(sources * share), byte_alignment=16)
+    score_smem = memory.allocate_tensor(Float32, cute.make_layout(share), byte_alignment=16)
+    logits = Exchange(config, 2 * sources, parts, memory)
+    square = Exchange(config, 1, config.mixing, memory)
     if cutlass.const_expr(config.blocks > 1):
-        cute.arch.cluster_arrive()  # nobody pushes into a block that has not started
+        if thread == 0:
+            for exchange in (logits, square):
+                cute.arch.mbarrier_init(exchange.barrier, 1)
+                # Each barrier serves once, so what it will wait for can be said now.
+                cute.arch.mbarrier_arrive_and_expect_tx(exchange.barrier, 4 * exchange.count * config.blocks * exchange.parts)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()  # nobody sends to a block that has not started
+    for at in cutlass.range_constexpr(0, share // 4, config.threads):
+        chunk = at + thread
+        wanted = None if at + config.threads <= share // 4 else chunk < share // 4
+        origin = score.early().iterator + (rank * share + chunk * 4)
+        copy_async(score_smem.iterator + chunk * 4, origin, cutlass.Int32(16), wanted)
+    column = cutlass.min(thread * 8, share - 8)
+    mixes = (
+        None if config.threads * 8 == share else thread * 8 < share
+    )  # None: every thread; threads past the share repeat its last columns and count for nothing
+    weight = unpack(load_words(norm.early().iterator + (rank * share + column)))
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    if cutlass.const_expr(config.blocks > 1):
         cute.arch.cluster_wait()
     release_dependents()
 
+    # The warp's part of its source: every `parts`-th piece of 256 columns, eight of them a lane.
     token = dependency_wait()
-    at = row * config.columns + column
-    running, closed = prefix.after(token).iterator + at, blocks.after(token).iterator
-    stride = config.rows * config.columns
-    current = load_words(running)
-    words = [load_words(closed + (j * stride + at)) for j in range(config.prev)]
-    if cutlass.const_expr(config.has_delta):
-        added = unpack(load_words(delta.after(token).iterator + at))
-        current = pack([a + b for a, b in zip(unpack(current), added, strict=True)])
-        store_global(running, current, real)
-    if cutlass.const_expr(config.write >= 0):
-        store_global(closed + (config.write * stride + at), current, real)
-    sources = [unpack(w) for w in [*words, current]]
+    running, closed = prefix.after(token).iterator, blocks.after(token).iterator
+    pending = delta.after(token).iterator
+    source, part = warp // parts, warp % parts
+    base, stride = row * config.columns + rank * share, config.rows * config.columns
+    pieces = [(part + i * parts) * 256 + lane * 8 for i in range(config.pieces)]
+    inside = [None if (i + 1) * parts * 256 <= share else at < share for i, at in enumerate(pieces)]  # None: always
+    if source < config.prev:
+        for i in cutlass.range_constexpr(config.pieces):
+            target = source_smem.iterator + (source * share + pieces[i])
+            copy_async(target, closed + (source * stride + base + pieces[i]), cutlass.Int32(16), inside[i])
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+    elif source == config.prev:
+        places = [cutlass.min(at, share - 8) for at in pieces]
+        current = [load_words(running + (base + place)) for place in places]
+        if cutlass.const_expr(config.has_delta):
+            added = [load_words(pending + (base + place)) for place in places]
+            sums = [zip(unpack(a), unpack(b), strict=True) for a, b in zip(current, added, strict=True)]
+            current = [pack([a + b for a, b in pairs]) for pairs in sums]
+        for i in cutlass.range_constexpr(config.pieces):
+            store_shared(source_smem.iterator + (source * share + pieces[i]), current[i], inside[i])
+            if cutlass.const_expr(config.has_delta):
+                store_global(running + (base + pieces[i]), current[i], inside[i])
+            if cutlass.const_expr(config.write >= 0):
+                store_global(closed + (config.write * stride + base + pieces[i]), current[i], inside[i])
 
+    if cutlass.const_expr(config.prev > 0) and source <= config.prev:
+        squares, dot = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(config.pieces):
+            place = cutlass.min(pieces[i], share - 8)
+            values = unpack(load_shared(source_smem.iterator + (source * share + place)))
+            scores = [s for half in (0, 4) for s in floats(score_smem.iterator + (place + half))]
+            own_squares, own_dot = Float32(0.0), Float32(0.0)
+            for value, weight_of in zip(values, scores, strict=True):
+                own_squares = own_squares + value * value
+                own_dot = own_dot + value * weight_of
+            squares = squares + where(inside[i], own_squares)
+            dot = dot + where(inside[i], own_dot)
+        send(logits, [warp_sum(squares), warp_sum(dot)], 2 * source, part, rank)
+    cute.arch.sync_threads()  # the sources are in shared memory
     if cutlass.const_expr(config.prev > 0):
-        partial = []
-        for source in sources:
-            squares = dot = Float32(0.0)
-            for value, s in zip(source, scores, strict=True):
-                squares = squares + value * value
-                dot = dot + value * s
-            partial += [Float32(select_(real, squares, Float32(0.0))), Float32(select_(real, dot, Float32(0.0)))]
-        sums = logits.sums(partial, rank)
-        scale = Float32(1.0 / config.columns)
-        logit = [d * cute.math.rsqrt(s * scale + Float32(config.eps)) for s, d in zip(sums[0::2], sums[1::2], strict=True)]
-        top = logit[0]
-        for value in logit[1:]:
-            top = cute.arch.fmax(top, value)
-        share = [cute.math.exp(value - top) for value in logit]
-        total = share[0]
-        for value in share[1:]:
-            total = total + value
-        inverse = Float32(1.0) / total
-        mixed = [share[0] * inverse * value for value in sources[0]]
-        for p, source in zip(share[1:], sources[1:], strict=True):
-            mixed = [m + p * inverse * value for m, value in zip(mixed, source, strict=True)]
+        logits.wait()
+        own_weight = weights(logits, config)
+        mixed = [Float32(0.0)] * 8
+        for j in cutlass.range_constexpr(sources):
+            p = cute.arch.shuffle_sync(own_weight, offset=j)
+            values = unpack(load_shared(source_smem.iterator + (j * share + column)))
+            mixed = [m + p * value for m, value in zip(mixed, values, strict=True)]
     else:
-        mixed = sources[0]
+        mixed = unpack(load_shared(source_smem.iterator + column))
 
     if cutlass.const_expr(config.normalise):
         own = Float32(0.0)
         for value in mixed:
             own = own + value * value
-        (mean,) = square.sums([Float32(select_(real, own, Float32(0.0)))], rank)
-        factor = cute.math.rsqrt(mean * Float32(1.0 / config.columns) + Float32(config.eps))
+        total = warp_sum(where(mixes, own))
+        if warp < config.mixing:
+            send(square, [total], 0, warp, rank)
+        square.wait()
+        factor = cute.math.rsqrt(square.total(0) * Float32(1.0 / config.columns) + Float32(config.eps))
         mixed = [m * factor * w for m, w in zip(mixed, weight, strict=True)]
-    store_global(out.after(token).iterator + at, pack(mixed), real)
+    store_global(out.after(token).iterator + (base + column), pack(mixed), mixes)
 
 
 def bf16_attn_res(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint16, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from .vectors import Words
@@ -61,6 +61,17 @@ def stream_async(target: Any, source: Any, predicate: Boolean | None = None) -> 
     inline_ptx("cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=predicate)
 
 
+def copy_bulk(target: Any, source: Any, count: Any, barrier: Any, predicate: Boolean | None = None) -> None:
+    """Start copying `count` bytes, a multiple of 16, from global to shared memory; they count on the barrier. Both ends are 16-byte
+    aligned.
+    """
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(count), barrier],
+        predicate=predicate,
+    )
+
+
 def multiply_bf16(a: Any, b: Any) -> Uint32:
     """Products of two bf16 pairs, each rounded to nearest even."""
     return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
@@ -103,6 +114,13 @@ def opaque(value: Int32) -> Int32:
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
+def opaque_address(address: Int64) -> Int64:
+    """The same address, of which the compiler knows nothing: a choice among parameters stays one of values in registers, where the
+    order checker can follow it, and does not become a load at a computed place among the parameters.
+    """
+    return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
+
+
 def sigmoid(x: Any) -> Float32:
     """1 / (1 + exp(-x)) in fp32; saturates correctly at both ends."""
     return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
@@ -114,6 +132,18 @@ def push_f32(pointer: Any, value: Any, rank: Any, predicate: Boolean) -> None:
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[pointer.toint(), Int32(rank)]
     )
     inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[peer, value], predicate=predicate)
+
+
+def send_f32(pointer: Any, value: Any, barrier: Any, rank: Any, predicate: Boolean) -> None:
+    """Store one fp32 value at this shared-memory address in block `rank` of the cluster and count its four bytes on the mbarrier
+    at `barrier` there, where the predicate holds. Who waits for that barrier sees the value: no cluster barrier is needed, whose
+    release would wait for the block's stores to global memory as well."""
+    place, counter = (cute.arch.map_dsmem_ptr(p, Int32(rank)).toint() for p in (pointer, barrier))
+    inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[place, Float32(value), counter],
+        predicate=predicate,
+    )
 
 
 def warp_max_u32(value: Any) -> Uint32:

@@ -1,8 +1,8 @@
 """KDA decode: everything between the in-projection and o_proj in one launch, for plain (q = 1) and verify (q = 2..8) steps.
 
 One cluster of CTAs owns a (request, head): it convolves q, k, v, projects f_b, gates, steps the recurrence in place and writes
-the gated,
-normed output. See `cute.py` for the schedule and `reference.py` for the equations.
+the gated, normed
+output. See `cute.py` for the schedule and `reference.py` for the equations.
 
 Tensors (h local heads, R requests, q queries of each, T = R q tokens, k drafts, d = 128):
     x            [T, columns] bf16   in-projection's rows: q h d | k h d | v h d | gate h d | f_a d | beta h | padding
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 D = 128
 HEADS = (6, 12, 24, 48, 96)
 LANES = 8  # threads of a V row
+TOKENS = 8  # of one block at most: the columns of one tensor-core product
 SM_COUNT = 132
 SMEM_LIMIT = 227 * 1024
 
@@ -118,34 +119,43 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def default_tactic(config: Config) -> Tactic:
-    """Split V while the machine is not full, then let a CTA walk over several requests so that it keeps f_b."""
+    """Split V until there is a block and a half for each SM; then let a block walk over requests, which keep memory busy for one
+    another. Tokens that are verified together keep a block busy as they are."""
     pairs = config.heads * config.requests
-    split = next((s for s in (2, 4) if pairs * s >= 5 * SM_COUNT // 2), 8)  # nearly three blocks for each SM: an even share
-    threads = 128
+    split = next((s for s in (2, 4) if pairs * s >= 4 * SM_COUNT // 3), 8)
     resident = 3 * SM_COUNT // (config.heads * split)  # clusters of one head that are resident together
-    return Tactic(split, threads, max(1, min(config.requests, resident)))
+    return _walking(config, Tactic(split, 128, max(1, min(config.requests, resident))))
 
 
-def _smem_bytes(tactic: Tactic) -> int:
-    """Of one CTA: f_b, its part of the states, the taps, and 3 KB for the rest."""
+def _walking(config: Config, tactic: Tactic) -> Tactic:
+    """The tactic with as few row groups as asked for, if a block can have their tokens, and no more stages than requests."""
+    fewest = config.requests if config.drafts else -(-config.requests // TOKENS)
+    groups = max(tactic.row_groups, fewest)
+    return replace(tactic, row_groups=groups, stages=min(tactic.stages, -(-config.requests // groups)))
+
+
+def _smem_bytes(config: Config, tactic: Tactic) -> int:
+    """Of one CTA: its part of the states, what is prepared of each of its tokens, and 1 KB for the rest."""
     values = D // tactic.split
-    return 2 * D * D + 4 * tactic.stages * values * D + 16 * (2 * D + values + tactic.threads) + 3072
+    tokens = config.queries if config.drafts else -(-config.requests // tactic.row_groups)
+    return 4 * tactic.stages * values * D + 4 * tokens * (3 * D + 2 * values + 1) + 1024
 
 
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
     found = [default_tactic(config), replace(default_tactic(config), early_release=True)]
-    for split, threads in ((1, 256), (1, 512), (2, 128), (2, 256), (4, 128), (8, 128)):
-        for resident, stages in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)):
+    for split, threads in ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128)):
+        for resident, stages in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1)):
             groups = max(1, min(config.requests, resident * SM_COUNT // (config.heads * split)))
-            walk = -(-config.requests // groups)
-            tactic = Tactic(split, threads, groups, min(stages, walk))
-            if tactic not in found and resident * _smem_bytes(tactic) < SMEM_LIMIT and resident * threads <= 512:
+            tactic = _walking(config, Tactic(split, threads, groups, stages))
+            fits = resident * _smem_bytes(config, tactic) < SMEM_LIMIT and resident * threads <= 768
+            if tactic not in found and fits:
                 found.append(tactic)
     return found
 
 
 def spec(config: Config, tactic: Tactic) -> KernelSpec:
+    tactic = _walking(config, tactic)
     h, width, slots_per_row = config.heads, config.heads * D, 1 + config.drafts
     kernel = KernelConfig(
         heads=h,
@@ -158,8 +168,8 @@ def spec(config: Config, tactic: Tactic) -> KernelSpec:
         split=tactic.split,
         threads=tactic.threads,
         row_groups=tactic.row_groups,
-        rows_per_cta=(walk := -(-config.requests // tactic.row_groups)),
-        stages=min(tactic.stages, walk),
+        rows_per_cta=-(-config.requests // tactic.row_groups),
+        stages=tactic.stages,
         early_release=tactic.early_release,
     )
     verify = config.drafts > 0

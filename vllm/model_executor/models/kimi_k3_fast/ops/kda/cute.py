@@ -1,47 +1,55 @@
 """The KDA decode kernel: convolution, f_b, gate, recurrence and gated norm of one (request, head) in one cluster of CTAs.
 
 The recurrent state of a (request, head) is 64 KB and is read and written once: that is the kernel's floor. A cluster splits its
-V rows, so
-that a small batch still spreads over the machine. Eight lanes share a V row, each with 16 of its 128 keys, and hold `rows` such
-rows in
-registers from the load to the store: the state never passes through shared memory. The f_b weights of the head are static and
-are fetched
-before the dependency wait; a CTA keeps them for all the requests it walks over.
+V rows, so that a small batch still spreads over the machine. Eight lanes share a V row, each with 16 of its 128 keys, and hold
+`rows` such rows in registers from the load to the store.
+
+A CTA has up to eight tokens: one of each request it walks over, or the tokens of one request that are verified together. What
+does not depend on the state is done for all of them at once while the first state is on its way (`_prepare`): the gates by the
+tensor core, whose left operand, the head's f_b, each warp has loaded before the dependency wait; the convolution, a channel a
+thread. Then the tokens go through the recurrence one by one.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64
 
-from ..device.vectors import load_words, prefetch_l2, unpack_bf16
+from ..device.ptx import copy_async, load_shared, mma_bf16, send_f32
+from ..device.vectors import load_words
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 D = 128  # key and value width of a head
 LANES = 8  # lanes that share one V row
 KEYS = D // LANES  # keys of the row that one lane holds: four groups of four, 32 apart, so that a load is 128 bytes wide
 LOG2E = 1.4426950408889634
+# Where the parts of a token's row of x that a CTA needs lie in shared memory, in elements; the pitch spreads tokens over banks.
+Q, K, F_A, V, GATE, BETA, PITCH = 0, D, 2 * D, 3 * D, 4 * D, 5 * D, 5 * D + 16
 
 
 def _pointer(tensor, offset, divisible_by=1):
     return tensor.iterator + cute.assume(offset, divby=divisible_by)
 
 
-def _load(pointer, count, dtype):
-    """`count` neighbouring elements into registers, as wide as the pointer's alignment allows."""
-    fragment = cute.make_rmem_tensor(count, dtype)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), fragment)
+def _quad(pointer):
+    """Four neighbouring floats of shared memory."""
+    fragment = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), fragment)
     return fragment
+
+
+def _piece(tensor, start, lane):
+    """Four values of this lane's keys."""
+    return _quad(tensor.iterator + cute.assume(start + lane * 4, divby=4))
 
 
 def _store(fragment, pointer):
     cute.autovec_copy(fragment, cute.make_tensor(pointer, cute.make_layout(cute.size(fragment))))
 
 
-def _copy(atom, source, destination, count):
-    """One asynchronous copy from global to shared memory."""
-    cute.copy(atom, cute.make_tensor(source, cute.make_layout(count)), cute.make_tensor(destination, cute.make_layout(count)))
+def _shared(memory, dtype, count, align=16):
+    return cute.make_tensor(memory.allocate_array(dtype, count, byte_alignment=align), cute.make_layout(count))
 
 
 def _exp(x):
@@ -68,23 +76,6 @@ def _sum_lanes(value, threads=LANES):
     return cute.arch.warp_reduction_sum(value, threads_in_group=threads)
 
 
-def _fetch_inputs(raw, f_a, gate_beta, x, token, column, lane, head, own_value, c):
-    """What this thread reads of a token's row: raw inputs of its channels, two pieces of f_a, its output gate and beta.
-
-    Into registers, so that the next row's are on their way while this one's are worked on.
-    """
-    width = c.heads * D
-    for i in range(cute.size(column)):
-        raw[i] = x[token, column[i]]
-    start = Int64(token) * x.stride[0] + 4 * width + lane * 8
-    for half in range(2):
-        words = load_words(_pointer(x, start + half * 64, 8))
-        for e in range(4):
-            f_a[half, e] = words[e]
-    gate_beta[0] = x[token, 3 * width + head * D + own_value]
-    gate_beta[1] = x[token, 4 * width + D + head]
-
-
 @cute.jit
 def _fetch_state(copy, state, source: Int64, buffer, own_state, slot: Int32, only: cutlass.Constexpr):
     """Start copying V rows `only` of this thread, from the state's element `source` on, to their places in `buffer`: one group
@@ -93,7 +84,9 @@ def _fetch_state(copy, state, source: Int64, buffer, own_state, slot: Int32, onl
         if slot > 0:
             for j in cutlass.range_constexpr(KEYS // 4):
                 piece = p * D + j * 32
-                _copy(copy, _pointer(state, source + piece, 4), buffer + cute.assume(own_state + piece, divby=4), 4)
+                from_ = cute.make_tensor(_pointer(state, source + piece, 4), cute.make_layout(4))
+                to = cute.make_tensor(buffer + cute.assume(own_state + piece, divby=4), cute.make_layout(4))
+                cute.copy(copy, from_, to)
         cute.arch.cp_async_commit_group()
 
 
@@ -107,30 +100,149 @@ def _source_slot(slots, accepted, row, c):
 def _take(s, p, buffer, own_state):
     """V row p of this thread from shared memory to registers."""
     for j in range(KEYS // 4):
-        quad = _load(buffer + cute.assume(own_state + (p * D + j * 32), divby=4), 4, Float32)
+        quad = _quad(buffer + cute.assume(own_state + (p * D + j * 32), divby=4))
         for e in range(4):
             s[p, j * 4 + e] = quad[e]
 
 
+class _Place:
+    """Where a thread stands: its head and part of the V rows; of the channels it convolves, `column` is each one's place in x,
+    in the conv weights and in the conv state alike."""
+
+    def __init__(self, c):
+        self.thread, _, _ = cute.arch.thread_idx()
+        block, self.row_group, _ = cute.arch.block_idx()
+        self.head, self.part = block // c.split, block % c.split
+        self.lane, self.group, self.warp = self.thread % LANES, self.thread // LANES, self.thread // 32
+        self.quad, self.pair = self.thread % 32 // 4, self.thread % 4  # of the tensor core's operands
+        self.values = D // c.split  # V rows of this CTA
+        self.rows = self.values * LANES // c.threads  # V rows of one thread
+        self.warps = c.threads // 32
+        self.channels = 2 * D + self.values  # q, k and this CTA's part of v
+        self.tasks = (self.channels + c.threads - 1) // c.threads
+        self.width = c.heads * D
+        self.own_value = self.part * self.values + self.group * self.rows + self.lane % self.rows  # the V row it writes out
+        self.column, self.place = [], []  # `place`: in a token's inputs in shared memory
+        for i in range(self.tasks):
+            channel = cutlass.min(i * c.threads + self.thread, self.channels - 1)
+            common = channel // D * self.width + self.head * D + channel % D
+            own = 2 * self.width + self.head * D + self.part * self.values + channel - 2 * D
+            self.column.append(cutlass.select_(channel >= 2 * D, own, common))
+            self.place.append(channel + cutlass.select_(channel >= 2 * D, Int32(V - 2 * D), Int32(0)))
+
+
+class _Weights:
+    """What a thread keeps of the head's weights, on its way before the dependency wait: its rows of f_b as left operands of the
+    tensor core (a lane has eight neighbouring keys of two rows, for two steps), their biases, and its channels' taps."""
+
+    def __init__(self, at, conv_weight, f_b, a_log, dt_bias, norm_weight):
+        self.tiles = D // 16 // at.warps  # tiles of 16 rows of a warp
+        first = [(at.warp * self.tiles + t) * 16 + at.quad for t in range(self.tiles)]
+        self.gate_rows = [[row, row + 8] for row in first]
+        start = at.head * (D * D) + at.pair * 8
+        self.f_b = [
+            [[load_words(_pointer(f_b, start + row * D + j * 32, 8)) for row in rows] for j in range(4)]
+            for rows in self.gate_rows
+        ]
+        self.bias = [[dt_bias[at.head * D + row] for row in rows] for rows in self.gate_rows]
+        self.taps = [[w.bitcast(Float32) for w in load_words(_pointer(conv_weight, column * 4, 4))] for column in at.column]
+        self.a_log = a_log[at.head]
+        self.norm = norm_weight[at.own_value]
+
+
+def _gates(inputs, at, weights, tokens):
+    """f_b f_a of all tokens: [tile][i], i as the tensor core orders it: row quad + 8 (i // 2), token 2 pair + i % 2. The tensor
+    core's column n is token n; columns past the last token repeat it."""
+    start = cutlass.min(at.quad, tokens - 1) * PITCH + F_A + at.pair * 8
+    f_a = [load_shared(_pointer(inputs, start + j * 32, 8)) for j in range(4)]
+    halves = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(weights.tiles)]  # half of the keys each: shorter chains
+    for j in range(4):
+        for s in (0, 2):
+            for t in range(weights.tiles):
+                top, bottom = weights.f_b[t][j]
+                mma_bf16(halves[t][j % 2], (top[s], bottom[s], top[s + 1], bottom[s + 1]), f_a[j][s], f_a[j][s + 1])
+    return [[a + b for a, b in zip(*pair, strict=True)] for pair in halves]
+
+
+class _Inputs:
+    """The piece of 16 bytes of a token's row that this thread copies: q and k of the head, f_a, the beta of eight heads, and the
+    CTA's part of v and of the output gate."""
+
+    def __init__(self, at, x, c):
+        own = at.values // 8  # pieces of a part of v
+        p = at.thread
+        behind = p - 49  # what is left for v and the gate
+        gate = behind >= own
+        columns = (2 + Int32(gate)) * at.width + at.head * D + at.part * at.values + (behind - Int32(gate) * own) * 8
+        columns = cutlass.select_(p == 48, 4 * at.width + D + at.head // 8 * 8, columns)
+        columns = cutlass.select_(p < 48, 4 * at.width + (p - 32) * 8, columns)
+        self.column = cutlass.select_(p < 32, p // 16 * at.width + at.head * D + p % 16 * 8, columns)
+        place = V + Int32(gate) * (GATE - V) + (behind - Int32(gate) * own) * 8
+        self.place = cutlass.select_(p < 48, p * 8, cutlass.select_(p == 48, Int32(BETA), place))
+        self.wanted = p < 49 + 2 * own
+
+    def fetch(self, x, token, row):
+        source = Int64(token) * x.stride[0] + self.column
+        target = row + cute.assume(self.place, divby=8)
+        copy_async(target, _pointer(x, source, 8), Int32(16), self.wanted)
+
+
+class _Prepared:
+    """Shared memory for each token: its inputs, and what the recurrence needs: q, k, v after convolution, and decays."""
+
+    def __init__(self, memory, at, tokens):
+        self.tokens = tokens
+        self.inputs = _shared(memory, BFloat16, tokens * PITCH)
+        self.qkv = _shared(memory, Float32, tokens * at.channels)
+        self.decay = _shared(memory, Float32, tokens * D)
+
+
 @cute.jit
-def _ask_window(conv_state, slot: Int32, window: Int32, head: Int32, thread: Int32, width: cutlass.Constexpr):
-    """Ask for the three taps of the head's 3 x 128 channels to come into L2."""
-    if thread < 18 and slot > 0:
-        at = thread // 6 * width + head * D + thread % 2 * 64
-        offset = Int64(slot) * conv_state.stride[0] + (window + thread % 6 // 2) * conv_state.stride[1] + at
-        prefetch_l2(conv_state.iterator + offset)
+def _prepare_decays(to, at, weights, acc, a, c: cutlass.Constexpr):
+    decays = to.decay
+    if cutlass.const_expr(to.tokens == 1):
+        # All columns of the product are the one token's: a lane takes one of the four rows it holds.
+        tile = at.pair // 2 % weights.tiles
+        lower = at.pair % 2 == 1
+        own, bias, row = acc[0][0], weights.bias[0][0], weights.gate_rows[0][0]
+        for t in cutlass.range_constexpr(weights.tiles):
+            for half in cutlass.range_constexpr(2):
+                chosen = (tile == t) & (lower == (half == 1))
+                own = cutlass.select_(chosen, acc[t][2 * half], own)
+                bias = cutlass.select_(chosen, weights.bias[t][half], bias)
+                row = cutlass.select_(chosen, weights.gate_rows[t][half], row)
+        decays[row] = _decay(Float32(BFloat16(own)) + bias, a, c)
+    else:
+        for p in cutlass.range_constexpr(2):
+            token = at.pair * 2 + p
+            if token < to.tokens:
+                for t in cutlass.range_constexpr(weights.tiles):
+                    for half in cutlass.range_constexpr(2):
+                        raw = Float32(BFloat16(acc[t][2 * half + p])) + weights.bias[t][half]
+                        decays[token * D + weights.gate_rows[t][half]] = _decay(raw, a, c)
 
 
-def _send(destination, value, barrier, rank):
-    """Store one float into shared memory of a CTA of the cluster and count its bytes on that CTA's barrier."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-        read_only_args=[
-            cute.arch.map_dsmem_ptr(destination, rank).toint(),
-            value,
-            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
-        ],
-    )
+@cute.jit
+def _prepare_channels(to, at, taps, windows, c: cutlass.Constexpr):
+    """Short convolution over three earlier inputs and this one, then SiLU. `windows`: of each request and channel, the three
+    inputs before this step."""
+    inputs, qkv = to.inputs, to.qkv
+    raws = [[inputs[n * PITCH + place] for place in at.place] for n in range(to.tokens)]
+    histories = _histories(windows, raws, c.slots_per_row > 1)
+    for n in cutlass.range_constexpr(to.tokens):
+        for t in cutlass.range_constexpr(at.tasks):
+            old, w = histories[n][t], taps[t]
+            mixed = w[0] * Float32(old[0]) + w[1] * Float32(old[1]) + w[2] * Float32(old[2]) + w[3] * Float32(raws[n][t])
+            if t * c.threads + at.thread < at.channels:
+                qkv[n * at.channels + t * c.threads + at.thread] = _silu(mixed)
+
+
+def _histories(windows, raws, several):
+    """Of each token and channel, the three inputs before it: its request's window, or what is left of it and earlier tokens."""
+    if not several:
+        return windows
+    line = [[*window, *(raw[t] for raw in raws)] for t, window in enumerate(windows[0])]
+    return [[inputs[n : n + 3] for inputs in line] for n in range(len(raws))]
 
 
 @cute.kernel
@@ -151,32 +263,19 @@ def _kda(
 ):
     if cutlass.const_expr(c.early_release):
         release_dependents()
-    thread, _, _ = cute.arch.thread_idx()
-    block, row_group, _ = cute.arch.block_idx()
-    head, part = block // c.split, block % c.split
-    lane, group, warp = thread % LANES, thread // LANES, thread // 32
-    values = D // c.split  # V rows of this CTA
-    rows = values * LANES // c.threads  # V rows of one thread
-    passes = D * LANES // c.threads  # f_b rows of one thread
-    warps = c.threads // 32
-    channels = 2 * D + values  # q, k and this CTA's part of v
-    tasks = (channels + c.threads - 1) // c.threads
-    width = c.heads * D
+    at = _Place(c)
+    thread, head, part, lane, group = at.thread, at.head, at.part, at.lane, at.group
+    values, rows, warps, channels = at.values, at.rows, at.warps, at.channels
+    row_group, warp, tasks = at.row_group, at.warp, at.tasks
+    several = c.slots_per_row > 1  # verify: the tokens are one request's; else one of each request that the CTA walks over
+    tokens = c.queries if several else c.rows_per_cta
+    walks = tokens > 1 and not several
 
-    smem = cutlass.memory.SmemAllocator()
-    f_b_smem = cute.make_tensor(smem.allocate_array(BFloat16, D * D, byte_alignment=128), cute.make_layout(D * D))
-    state_smem = cute.make_tensor(
-        smem.allocate_array(Float32, c.stages * values * D, byte_alignment=128), cute.make_layout(c.stages * values * D)
-    )
-    taps_smem = cute.make_tensor(
-        smem.allocate_array(Float32, tasks * c.threads * 4, byte_alignment=16), cute.make_layout(tasks * c.threads * 4)
-    )
-    qkv_smem = cute.make_tensor(smem.allocate_array(Float32, 3 * D, byte_alignment=16), cute.make_layout(3 * D))
-    decay_smem = cute.make_tensor(smem.allocate_array(Float32, D, byte_alignment=16), cute.make_layout(D))
-    squares_smem = cute.make_tensor(
-        smem.allocate_array(Float32, 2 * c.split * warps, byte_alignment=16), cute.make_layout(2 * c.split * warps)
-    )
-    arrived = smem.allocate_array(Int64, 2, byte_alignment=8)
+    memory = cutlass.memory.SmemAllocator()
+    state_smem = _shared(memory, Float32, c.stages * values * D, 128)
+    prepared = _Prepared(memory, at, tokens)
+    squares_smem = _shared(memory, Float32, 2 * c.split * warps)
+    arrived = memory.allocate_array(Int64, 2, byte_alignment=8)
     if cutlass.const_expr(c.split > 1):
         if thread == 0:
             cute.arch.mbarrier_init(arrived, 1)
@@ -185,29 +284,10 @@ def _kda(
         # paired with the wait below: no peer is written to before it has started and made its barriers
         cute.arch.cluster_arrive()
 
-    # -- static: weights on their way before the dependency wait ----------------------------------------
-    copy = cute.make_copy_atom(cute.nvgpu.cpasync.CopyG2SOp(), BFloat16, num_bits_per_copy=128)
-    copy_state = cute.make_copy_atom(
+    copy = cute.make_copy_atom(
         cute.nvgpu.cpasync.CopyG2SOp(cute.nvgpu.cpasync.LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
     )
-    for i in cutlass.range_constexpr(D * D // 8 // c.threads):
-        chunk = cute.assume((i * c.threads + thread) * 8, divby=8)
-        _copy(copy, _pointer(f_b.early(), head * (D * D) + chunk, 8), f_b_smem.iterator + chunk, 8)
-    column = cute.make_rmem_tensor(tasks, Int32)  # of x, of the conv weights and of the conv state alike
-    for i in cutlass.range_constexpr(tasks):
-        channel = cutlass.min(i * c.threads + thread, channels - 1)
-        section = channel // D
-        column[i] = section * width + head * D + channel % D
-        if channel >= 2 * D:
-            column[i] = 2 * width + head * D + part * values + channel - 2 * D
-        own_taps = _pointer(taps_smem, (i * c.threads + thread) * 4, 4)
-        _copy(copy_state, _pointer(conv_weight.early(), column[i] * 4, 4), own_taps, 4)
-    cute.arch.cp_async_commit_group()
-    a = _exp(a_log.early()[head])
-    gate_channel = cutlass.min(lane, passes - 1) * (c.threads // LANES) + group  # the f_b row whose gate this thread computes
-    bias = dt_bias.early()[head * D + gate_channel]
-    own_value = part * values + group * rows + lane % rows  # the V row that this thread writes out
-    norm = Float32(norm_weight.early()[own_value])
+    weights = _Weights(at, conv_weight.early(), f_b.early(), a_log.early(), dt_bias.early(), norm_weight.early())
 
     # -- dynamic ----------------------------------------
     token_ready = dependency_wait()
@@ -215,49 +295,68 @@ def _kda(
         release_dependents()
     x, y, slots = x.after(token_ready), y.after(token_ready), slots.after(token_ready)
     conv_state, state = conv_state.after(token_ready), state.after(token_ready)
-    if cutlass.const_expr(c.split > 1):
-        cute.arch.cluster_wait()
-
-    several, walks = c.slots_per_row > 1, c.rows_per_cta > 1
     if cutlass.const_expr(several):
         accepted, starts = accepted.after(token_ready), starts.after(token_ready)
-    raw_inputs = cute.make_rmem_tensor(tasks, BFloat16)
-    f_a = cute.make_rmem_tensor((2, 4), Uint32)
-    gate_beta = cute.make_rmem_tensor(2, BFloat16)
-    step_count = Int32(0)
     own_state = (group * rows) * D + lane * 4
     own_part = head * (D * D) + part * values * D + own_state
+
+    # Which tokens: their rows of x, and the slot and place of the window before them.
+    row = at.row_group
+    first, count, window = row, Int32(1), Int32(0)
+    if cutlass.const_expr(several):
+        first = starts[row]
+        count = starts[row + 1] - first
+        window = cutlass.min(cutlass.max(accepted[row] - 1, 0), c.slots_per_row - 1)
+    source = [first + n * (1 if several else c.row_groups) for n in range(tokens)]
+    source = [cutlass.min(cutlass.max(token, 0), c.tokens - 1) for token in source]  # past the last: a row that is not used
+    pieces = _Inputs(at, x, c)
+    for n in cutlass.range_constexpr(tokens):
+        pieces.fetch(x, source[n], prepared.inputs.iterator + n * PITCH)
+    cute.arch.cp_async_commit_group()
 
     # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load. A V row
     # is a group of copies: the first is worked on and stored while the others arrive, and its place is free for a later request
     # as soon as it is in registers, so that memory works all the time.
-    if cutlass.const_expr(not several):
-        _fetch_inputs(raw_inputs, f_a, gate_beta, x, row_group, column, lane, head, own_value, c)
     for ahead in cutlass.range_constexpr(c.stages):
-        early_slot = _source_slot(slots, accepted, row_group + ahead * c.row_groups, c)
+        early_slot = _source_slot(slots, accepted, row + ahead * c.row_groups, c)
         early_source = Int64(early_slot) * state.stride[0] + own_part
         early_buffer = state_smem.iterator + ahead * values * D
-        _fetch_state(copy_state, state, early_source, early_buffer, own_state, early_slot, range(rows))
+        _fetch_state(copy, state, early_source, early_buffer, own_state, early_slot, range(rows))
 
-    for step in cutlass.range(c.rows_per_cta, unroll=1):
+    first_slot = slots[row, 0]
+    windows = []
+    for n in cutlass.range_constexpr(1 if several else tokens):
+        window_slot = cutlass.max(slots[cutlass.min(row + n * c.row_groups, c.requests - 1), 0], 0)
+        windows.append([[conv_state[window_slot, window + j, column] for j in range(3)] for column in at.column])
+    cute.arch.cp_async_wait_group(c.stages * rows)  # the inputs; the states may still be on their way
+    cute.arch.sync_threads()
+    gate_products = _gates(prepared.inputs, at, weights, tokens)
+    _prepare_decays(prepared, at, weights, gate_products, _exp(weights.a_log), c)
+    _prepare_channels(prepared, at, weights.taps, windows, c)
+    inputs_smem, qkv_smem, decay_smem = prepared.inputs, prepared.qkv, prepared.decay
+    norm, own_value, column = Float32(weights.norm), at.own_value, at.column
+    cute.arch.sync_threads()
+    if cutlass.const_expr(c.split > 1):
+        cute.arch.cluster_wait()
+
+    if cutlass.const_expr(several):
+        # Padded tokens belong to no row: the rows share them out, so that their output is defined.
+        end = starts[c.requests]
+        for i in cutlass.range(c.queries, unroll=1):
+            padded = end + row * c.queries + i
+            if padded < c.tokens and thread < values:
+                y[padded, head * D + part * values + thread] = BFloat16(0.0)
+
+    step_count = Int32(0)
+    for step in cutlass.range(1 if several else c.rows_per_cta, unroll=1):
         row = row_group + step * c.row_groups
         if row < c.requests:
-            slot, source_slot, window = slots[row, 0], _source_slot(slots, accepted, row, c), Int32(0)
+            slot, source_slot = slots[row, 0] if walks else first_slot, _source_slot(slots, accepted, row, c)
             buffer_start = state_smem.iterator
             if cutlass.const_expr(c.stages > 1):
                 buffer_start = state_smem.iterator + cute.assume(step % c.stages * (values * D), divby=4)
-            first, count = row * c.queries, Int32(c.queries)
-            if cutlass.const_expr(several):
-                window = accepted[row] - 1
-                first = starts[row]
-                count = starts[row + 1] - first
-                # Padded tokens belong to no row: the rows share them out, so that their output is defined.
-                end = starts[c.requests]
-                for i in cutlass.range(c.queries, unroll=1):
-                    token = end + row * c.queries + i
-                    if token < c.tokens and thread < values:
-                        y[token, head * D + part * values + thread] = BFloat16(0.0)
-            following = cutlass.min(row + c.row_groups, c.requests - 1)
+            if cutlass.const_expr(not several):
+                first = row
             later_slot = _source_slot(slots, accepted, row + c.stages * c.row_groups, c)
             later_source = Int64(later_slot) * state.stride[0] + own_part
 
@@ -266,73 +365,30 @@ def _kda(
                     y[first + i, head * D + part * values + thread % values] = BFloat16(0.0)
                 cute.arch.cp_async_wait_group(0)
                 if cutlass.const_expr(walks):
-                    _fetch_state(copy_state, state, later_source, buffer_start, own_state, later_slot, range(rows))
-                if cutlass.const_expr(walks and not several):
-                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, following, column, lane, head, own_value, c)
+                    _fetch_state(copy, state, later_source, buffer_start, own_state, later_slot, range(rows))
             else:
                 # Registers of this branch alone, or they would be carried through the other one.
                 s = cute.make_rmem_tensor((rows, KEYS), Float32)
-                history = cute.make_rmem_tensor((tasks, 3), Float32)
-                if cutlass.const_expr(several):
-                    _fetch_inputs(raw_inputs, f_a, gate_beta, x, first, column, lane, head, own_value, c)
-                for i in cutlass.range_constexpr(tasks):
-                    for j in cutlass.range_constexpr(3):
-                        history[i, j] = Float32(conv_state[slot, window + j, column[i]])
-                cute.arch.cp_async_wait_group(c.stages * rows)  # f_b; the states may still be on their way
-                cute.arch.sync_threads()
-
                 for i in cutlass.range(count, unroll=1):
                     token = first + i
-                    gate, beta = _sigmoid(Float32(gate_beta[0])), _sigmoid(Float32(gate_beta[1]))
+                    number = i if several else step  # of the token in shared memory
                     target = slot
                     if cutlass.const_expr(several):
                         target = slots[row, i]
-
-                    # Short convolution over the three raw inputs of the state and this one, then SiLU.
+                    # What the window becomes: read again, as registers for it would be taken all the time.
+                    newest, older = [], []
                     for t in cutlass.range_constexpr(tasks):
-                        raw = Float32(raw_inputs[t])
-                        taps = _load(_pointer(taps_smem, (t * c.threads + thread) * 4, 4), 4, Float32)
-                        mixed = taps[0] * history[t, 0] + taps[1] * history[t, 1] + taps[2] * history[t, 2] + taps[3] * raw
-                        history[t, 0] = history[t, 1]
-                        history[t, 1] = history[t, 2]
-                        history[t, 2] = raw
-                        if t * c.threads + thread < channels:
-                            qkv_smem[t * c.threads + thread] = _silu(mixed)
-
-                    # f_b: eight lanes a row; lane l keeps row l and computes its gate.
-                    f_a_low = [value for e in range(4) for value in unpack_bf16(f_a[0, e])]
-                    f_a_high = [value for e in range(4) for value in unpack_bf16(f_a[1, e])]
-                    own = Float32(0.0)
-                    for p in cutlass.range_constexpr(passes):
-                        at = (p * (c.threads // LANES) + group) * D + lane * 8
-                        w_low = _load(_pointer(f_b_smem, at, 8), 8, BFloat16).load().to(Float32)
-                        w_high = _load(_pointer(f_b_smem, at + 64, 8), 8, BFloat16).load().to(Float32)
-                        dot = Float32(0.0)
-                        for e in cutlass.range_constexpr(8):
-                            dot += f_a_low[e] * w_low[e]
-                            dot += f_a_high[e] * w_high[e]
-                        dot = _sum_lanes(dot)
-                        if lane == p:
-                            own = dot
-                    if lane < passes:
-                        decay_smem[gate_channel] = _decay(Float32(BFloat16(own)) + bias, a, c)
-
-                    # The next inputs are on their way while this token goes through the recurrence.
-                    coming = following
-                    if cutlass.const_expr(several):
-                        coming = cutlass.min(token + 1, first + count - 1)
-                    if cutlass.const_expr(several or walks):
-                        _fetch_inputs(raw_inputs, f_a, gate_beta, x, coming, column, lane, head, own_value, c)
-                    cute.arch.sync_threads()
+                        newest.append(inputs_smem[number * PITCH + at.place[t]])
+                        older.append([conv_state[slot, window + 1 + j, column[t]] for j in range(2)])
 
                     # q and k to unit length, q also by d^-1/2.
                     q = cute.make_rmem_tensor(KEYS, Float32)
                     k = cute.make_rmem_tensor(KEYS, Float32)
                     decay = cute.make_rmem_tensor(KEYS, Float32)
                     for j in cutlass.range_constexpr(KEYS // 4):
-                        quad_q = _load(_pointer(qkv_smem, j * 32 + lane * 4, 4), 4, Float32)
-                        quad_k = _load(_pointer(qkv_smem, D + j * 32 + lane * 4, 4), 4, Float32)
-                        quad_d = _load(_pointer(decay_smem, j * 32 + lane * 4, 4), 4, Float32)
+                        quad_q = _piece(qkv_smem, number * channels + j * 32, lane)
+                        quad_k = _piece(qkv_smem, number * channels + D + j * 32, lane)
+                        quad_d = _piece(decay_smem, number * D + j * 32, lane)
                         for e in cutlass.range_constexpr(4):
                             q[j * 4 + e], k[j * 4 + e], decay[j * 4 + e] = quad_q[e], quad_k[e], quad_d[e]
                     q_square, k_square, k_dot_q = Float32(0.0), Float32(0.0), Float32(0.0)
@@ -346,17 +402,16 @@ def _kda(
                     for e in cutlass.range_constexpr(KEYS):
                         q[e] = q[e] * q_scale
                         k[e] = k[e] * k_scale
+                    beta = _sigmoid(Float32(inputs_smem[number * PITCH + BETA + head % 8]))
+                    own_gate = inputs_smem[number * PITCH + GATE + group * rows + lane % rows]
+                    gate = _sigmoid(Float32(own_gate))
 
                     if cutlass.const_expr(several) and i == 0:
                         s.fill(0.0)
-                        cute.arch.cp_async_wait_group((c.stages - 1) * rows)
+                        cute.arch.cp_async_wait_group(0)
                         if source_slot > 0:
                             for p in cutlass.range_constexpr(rows):
                                 _take(s, p, buffer_start, own_state)
-                        if cutlass.const_expr(walks):
-                            _fetch_state(copy_state, state, later_source, buffer_start, own_state, later_slot, range(rows))
-                    if cutlass.const_expr(walks):
-                        _ask_window(conv_state, slots[following, 0], Int32(0), head, thread, width)
 
                     # Recurrence. With S' the decayed state: u = beta (v - S' k), o = S' q + u (k . q), S = S' + u k.
                     square = Float32(0.0)
@@ -367,13 +422,13 @@ def _kda(
                             cute.arch.cp_async_wait_group(c.stages * rows - 1 if walks else rows - 1 - p)
                             _take(s, p, buffer_start, own_state)
                             if cutlass.const_expr(walks):
-                                _fetch_state(copy_state, state, later_source, buffer_start, own_state, later_slot, (p,))
+                                _fetch_state(copy, state, later_source, buffer_start, own_state, later_slot, (p,))
                         s_k, s_q = Float32(0.0), Float32(0.0)
                         for e in cutlass.range_constexpr(KEYS):
                             s[p, e] = s[p, e] * decay[e]
                             s_k += s[p, e] * k[e]
                             s_q += s[p, e] * q[e]
-                        u = beta * (qkv_smem[2 * D + group * rows + p] - _sum_lanes(s_k))
+                        u = beta * (qkv_smem[number * channels + 2 * D + group * rows + p] - _sum_lanes(s_k))
                         o = _sum_lanes(s_q) + u * k_dot_q
                         square += o * o
                         if lane == p:
@@ -398,8 +453,7 @@ def _kda(
                     if cutlass.const_expr(c.split > 1):
                         if thread == 0:
                             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * c.split * warps)
-                        if thread % 32 < c.split:
-                            _send(squares_smem.iterator + place, square, barrier, thread % 32)
+                        send_f32(squares_smem.iterator + place, square, barrier, thread % 32, thread % 32 < c.split)
                     elif thread % 32 == 0:
                         squares_smem[place] = square
                     if cutlass.const_expr(c.split > 1):
@@ -419,9 +473,9 @@ def _kda(
                     for t in cutlass.range_constexpr(tasks):
                         if t * c.threads + thread < channels and (part == 0 or t * c.threads + thread >= 2 * D):
                             if i == 0:
-                                conv_state[slot, 0, column[t]] = BFloat16(history[t, 0])
-                                conv_state[slot, 1, column[t]] = BFloat16(history[t, 1])
-                            conv_state[slot, 2 + i, column[t]] = BFloat16(history[t, 2])
+                                conv_state[slot, 0, column[t]] = older[t][0]
+                                conv_state[slot, 1, column[t]] = older[t][1]
+                            conv_state[slot, 2 + i, column[t]] = newest[t]
     cute.arch.cp_async_wait_group(0)
 
 

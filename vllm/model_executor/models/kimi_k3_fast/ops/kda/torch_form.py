@@ -1,4 +1,4 @@
-"""One KDA decode step in plain PyTorch, all requests at once: conv, gate, recurrence, gated norm, state in place.
+"""KDA in plain PyTorch: a decode step of all requests at once, and prompts: conv, gate, recurrence, gated norm, state in place.
 
 Equations (per request and head, fp32; S is [V, K]):
     c = silu(conv4(x));  q = c_q / ||c_q|| / sqrt(d);  k = c_k / ||c_k||;  v = c_v
@@ -72,3 +72,28 @@ def step(
 
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + OUT_NORM_EPS) * w.out_norm
     return (out.view(tokens, width) * gate.float().sigmoid()).to(dtype)
+
+
+def prompt(
+    packed: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    resumed: torch.Tensor,
+    w: Weights,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Advance the states of R requests by their prompts' tokens: request r has the rows [starts[r], starts[r + 1]) of `packed`.
+
+    slots: [R], as in `step`; starts: [R + 1] int64 from 0 to T; resumed: [R] bool, False where the slot holds another request's
+    leavings and the states start from zero. The rest as in `step`, which takes here the k-th token of every request together.
+    """
+    out = packed.new_zeros(packed.shape[0], w.dt_bias.numel(), dtype=dtype)
+    fresh = slots[~resumed & (slots > 0) & (starts[1:] > starts[:-1])]
+    conv_state[fresh], state[fresh] = 0, 0
+    for k in range(int(starts.diff().max()) if len(slots) else 0):
+        rows = starts[:-1] + k
+        now = rows < starts[1:]
+        out[rows[now]] = step(packed[rows[now]], conv_state, state, slots[now].long(), w, dtype)
+    return out
