@@ -3,6 +3,7 @@
     python benchmarks/gpu_engine.py --out benchmarks/results/h200/engine_tp8_on_2.json --full-tp 8 --run-tp 2 --layers 24
     python benchmarks/gpu_engine.py --out FILE --full-tp 16 --layers 12 --batches 1,8,64 --contexts 512 --trace --check
     python benchmarks/gpu_engine.py --plot FILE
+    python benchmarks/gpu_engine.py --table FILE_OF_1_GPU FILE_OF_2 FILE_OF_4 FILE_OF_8
 
 The model is a rank slice (`rank_slice.py`). Two engines share the GPUs, each in a process of its own (`engine_arm.py`): stock
 with the fork's plug-in not loaded, and the fork with mode `require`. Both hold the same requests at the same context. They take
@@ -326,6 +327,30 @@ def plot(record: Mapping[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Runs on different numbers of GPUs side by side, in Markdown: a row for each point of each run. Launches, and microseconds
+    in kernels that only exchange, are of rank 0 and there if the run was traced."""
+    rows = [
+        "| GPUs | slice | layers | context | batch | stock us a layer | fast us a layer | ratio | share of floor, stock | fast "
+        "| launches, stock | fast | exchanging us a layer, stock | fast | fast decode tokens |",
+        "|" + "---|" * 15,
+    ]
+    for record in sorted(records, key=lambda r: (r["shape"]["run_tp"], r["shape"]["full_tp"])):
+        shape = record["shape"]
+        for point in record["results"]:
+            traced = {name: point.get("trace", {}).get(name, [{}])[0] for name in ARMS}
+            us = point["us_per_layer"]
+            cells = [shape["run_tp"], f"TP{shape['full_tp']}", shape["layers"], point["context"], point["batch"]]
+            cells += [f"{us[name]:.1f}" for name in ARMS] + [f"{point['ratio']:.2f}"]
+            cells += [f"{point['share_of_floor'][name]:.0%}" for name in ARMS]
+            cells += [f"{traced[name]['launches']:.0f}" if "launches" in traced[name] else "" for name in ARMS]
+            waits = [traced[name].get("communication_us") for name in ARMS]
+            cells += ["" if wait is None else f"{wait / shape['layers']:.1f}" for wait in waits]
+            cells += ["" if point["fast_share"] is None else f"{point['fast_share']:.2%}"]
+            rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
+
+
 # -- the run ---------------------------------------------------------------------------------------------------------------------
 def output_of(*command: str) -> str | None:
     try:
@@ -502,6 +527,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON to write; logs and picture go beside it")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="make the picture of an earlier run and stop")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="print runs side by side and stop")
     parser.add_argument("--full-tp", type=int, default=8, help="the tensor-parallel size whose rank shapes are run")
     parser.add_argument("--run-tp", type=int, default=1, help="GPUs to run on")
     parser.add_argument("--layers", type=int, default=24)
@@ -535,8 +561,11 @@ def main() -> int:
     if options.plot:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
+    if options.table:
+        print(table([json.loads(file.read_text()) for file in options.table]))
+        return 0
     if options.out is None:
-        parser.error("expected --out FILE, or --plot FILE")
+        parser.error("expected --out FILE, --plot FILE or --table FILE")
     return run(options)
 
 

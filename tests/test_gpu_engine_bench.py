@@ -197,6 +197,16 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+def test_table_puts_runs_side_by_side() -> None:
+    one = measured(Standin("stock", lambda b: 100 + b), Standin("fast", lambda b: 50 + b, lost=0), {512: [1, 8]}, [])
+    two = measured(Standin("stock", lambda b: 80), Standin("fast", lambda b: 40, lost=0), {512: [1]}, [], trace=True)
+    one["shape"] = {**one["shape"], "run_tp": 1}
+    lines = gpu_engine.table([two, one]).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "1", "2"]
+    assert "| 80.0 | 40.0 | 2.00 |" in lines[-1] and "| 100 | 100 |" in lines[-1]
+    assert all(line.count("|") == 16 for line in lines)
+
+
 def test_trace_summary() -> None:
     one = [(0.0, 10.0, "gemm"), (5.0, 12.0, "gemm"), (12.0, 13.0, "Memcpy DtoH"), (14.0, 20.0, "ncclAllReduce")]
     rows = [(start + at, end + at, name) for at in (0.0, 30.0) for start, end, name in one]

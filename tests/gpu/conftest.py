@@ -11,9 +11,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "ben
 
 
 @pytest.fixture
-def two_gpus() -> int:
+def ranks() -> int:
+    """All GPUs of this machine that a slice divides into: 2, 4 or 8."""
     from slices import gpus
 
     if gpus() < 2:
-        pytest.skip("two ranks need two GPUs")
-    return 2
+        pytest.skip("ranks need two GPUs")
+    return max(count for count in (2, 4, 8) if count <= gpus())

@@ -58,21 +58,21 @@ def all_at_once(url: str, tokens: int, during: Any = None, after: float = 1.0) -
         return [future.result() for future in asked]
 
 
-def test_a_rank_that_dies_ends_every_request_and_the_server_says_so(tmp_path: Path, two_gpus: int) -> None:
-    with serve(tmp_path, two_gpus, BLOCKS, fork(), "gpu-killed.log") as server:
+def test_a_rank_that_dies_ends_every_request_and_the_server_says_so(tmp_path: Path, ranks: int) -> None:
+    with serve(tmp_path, ranks, BLOCKS, fork(), "gpu-killed.log") as server:
         assert {status for status, _ in all_at_once(server.url, 8)} == {200}
-        first, second = workers(server)
-        replies = all_at_once(server.url, LONG, lambda: os.kill(second, signal.SIGKILL))
+        *others, last = workers(server)
+        replies = all_at_once(server.url, LONG, lambda: os.kill(last, signal.SIGKILL))
         assert all(status != 200 for status, _ in replies), [status for status, _ in replies]
         wait_for("the health route to say it", 60, lambda: get(f"{server.url}/health")[0] != 200)
-        wait_for("the other rank to end", 120, lambda: not alive(first))
+        wait_for("the other ranks to end", 120, lambda: not any(map(alive, others)))
 
 
-def test_a_rank_that_stands_still_is_waited_for_or_given_up_by_all(tmp_path: Path, two_gpus: int) -> None:
-    with serve(tmp_path, two_gpus, BLOCKS, fork(), "gpu-stalled.log") as server:
+def test_a_rank_that_stands_still_is_waited_for_or_given_up_by_all(tmp_path: Path, ranks: int) -> None:
+    with serve(tmp_path, ranks, BLOCKS, fork(), "gpu-stalled.log") as server:
         wanted = all_at_once(server.url, LONG)
         assert {status for status, _ in wanted} == {200}
-        stopped = workers(server)[1]
+        stopped = workers(server)[-1]
 
         def stall() -> None:
             os.kill(stopped, signal.SIGSTOP)
