@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,19 +35,15 @@ def poison(directory: Path) -> str:
     return f"not finite: {name} holds NaN"
 
 
-def test_no_server_answers_for_a_damaged_checkpoint(tiny: Path, tmp_path: Path) -> None:
-    """Both starts at once: most of a start is waiting for imports."""
-
-    def start(damage) -> str:
-        directory = tmp_path / damage.__name__
-        shutil.copytree(tiny, directory)
-        expected = damage(directory)
-        log = tmp_path / f"{damage.__name__}.log"
-        with pytest.raises(ServerFailed, match=r"exit code [1-9]"), Server(directory, ["--max-model-len", "256"], log=log):
-            pass
-        text = log.read_text(errors="replace")
-        assert "CheckpointError" in text and expected in text, text[-3000:]
-        return expected
-
-    with ThreadPoolExecutor(2) as pool:
-        assert len(set(pool.map(start, (truncate, poison)))) == 2
+@pytest.mark.parametrize("damage", [poison, pytest.param(truncate, marks=pytest.mark.soak)])
+def test_no_server_answers_for_a_damaged_checkpoint(tiny: Path, tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    """The loader refuses every kind of damage in its own tests; here the way of a refusal to whoever started the server. A NaN is
+    found last, with most of the weights loaded; the rest of the way is the same for all."""
+    directory = tmp_path / "damaged"
+    shutil.copytree(tiny, directory)
+    expected = damage(directory)
+    log = tmp_path / "server.log"
+    with pytest.raises(ServerFailed, match=r"exit code [1-9]"), Server(directory, ["--max-model-len", "256"], log=log):
+        pass
+    text = log.read_text(errors="replace")
+    assert "CheckpointError" in text and expected in text, text[-3000:]

@@ -183,6 +183,18 @@ TOOL = {
 }
 
 
+def called(answer, stream: bool) -> tuple[str, str, str]:
+    """Name and arguments of the first tool call of an answer, and the finish reason."""
+    if not stream:
+        call = answer.choices[0].message.tool_calls[0]
+        return call.function.name, call.function.arguments, answer.choices[0].finish_reason
+    parts = [part for chunk in answer for part in chunk.choices]
+    pieces = [call for part in parts for call in part.delta.tool_calls or []]
+    name = next(piece.function.name for piece in pieces if piece.function.name)
+    finish = next(part.finish_reason for part in parts if part.finish_reason)
+    return name, "".join(piece.function.arguments or "" for piece in pieces), finish
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "set_expert"}}], ids=["required", "named"]
@@ -192,17 +204,23 @@ def test_a_demanded_tool_is_called(client, tokenizer, choice, stream) -> None:
     spaces = {str(token): -100.0 for token in tokenizer.convert_tokens_to_ids(["Ġ", "Ċ", "ĉ", "č"])}
     sampled = {"max_tokens": 160, "temperature": 1.0, "seed": 2, "logit_bias": spaces, "parallel_tool_calls": False}
     answer = chat(client, tools=[TOOL], tool_choice=choice, stream=stream, **sampled)
-    if stream:
-        pieces = [call for chunk in answer for part in chunk.choices for call in part.delta.tool_calls or []]
-        name = next(piece.function.name for piece in pieces if piece.function.name)
-        arguments = "".join(piece.function.arguments or "" for piece in pieces)
-    else:
-        call = answer.choices[0].message.tool_calls[0]
-        name, arguments = call.function.name, call.function.arguments
+    name, arguments, _ = called(answer, stream)
     assert name == "set_expert"
     parsed = json.loads(arguments)
     assert 0 <= parsed["index"] <= 895
     assert parsed["side"] in ("left", "right")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_tool_that_the_model_chooses_is_found_by_the_parser(client, stream) -> None:
+    """With `auto` the call is part of the text, in the form of the parser's model; here a grammar writes it."""
+    call = r'<tool_call>\n\{"name": "set_expert", "arguments": \{"index": [1-9][0-9], "side": "(left|right)"\}\}\n</tool_call>'
+    free = {**TOOL, "function": {key: value for key, value in TOOL["function"].items() if key != "strict"}}
+    sampled = {"max_tokens": 160, "temperature": 1.0, "seed": 4, "extra_body": {"structured_outputs": {"regex": call}}}
+    answer = chat(client, tools=[free], tool_choice="auto", stream=stream, **sampled)
+    name, arguments, finish = called(answer, stream)
+    assert (name, finish) == ("set_expert", "tool_calls")
+    assert 10 <= json.loads(arguments)["index"] <= 99
 
 
 def test_tools_may_be_left_alone(client) -> None:
