@@ -245,6 +245,18 @@ def test_replay_step_refuses_another_file(tmp_path: Path) -> None:
     assert "expected a step saved by the shadow check" in result.output
 
 
+def test_replay_step_says_what_to_do_with_a_step_of_several_ranks(tmp_path: Path) -> None:
+    from vllm.model_executor.models.kimi_k3_fast.guard.shadow import Step
+
+    origin = {"model": "a", "tensor_parallel": 2, "groups": [0]}
+    file = Step("decode/1", 7, {}, {}, {}, {}, {}, {}, origin).save(tmp_path)
+    result = run("replay-step", str(file))
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "expected a step of one rank" in said and "'tensor_parallel': 2" in said
+    assert "reproduce it with --tensor-parallel-size 1" in said
+
+
 def test_kernels_refuse_an_unknown_op() -> None:
     result = run("kernels", "list", "--op", "nothing")
     assert result.exit_code == 1

@@ -117,6 +117,21 @@ def test_only_get_is_answered():
     asyncio.run(go())
 
 
+def test_a_worker_behind_any_executors_wrapper_answers_for_its_rank(monkeypatch):
+    """Every executor calls workers by the method's name: multiprocessing on the wrapper's worker, Ray's by `execute_method`."""
+    import vllm.plugins
+    from vllm.v1.serial_utils import run_method
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    monkeypatch.delattr(WorkerBase, api.METHOD, raising=False)
+    monkeypatch.setattr(vllm.plugins, "load_endpoint_plugins", vllm.plugins.load_endpoint_plugins)
+    api.install(lambda: json.dumps(guard_with(fast=2, rank="rank3").report()))
+    wrapper = WorkerWrapperBase(rpc_rank=3)
+    wrapper.worker = WorkerBase.__new__(WorkerBase)
+    report = json.loads(run_method(wrapper, api.METHOD, (), {}))
+    assert (report["rank"], report["steps"]["fast"]["steps"]) == ("rank3", 2)
+
+
 def violated() -> Guard:
     guard = guard_with(fast=5)
     guard.violation(Reason.WRITE_OUTSIDE, {"slot": 3})

@@ -82,6 +82,14 @@ def retire(worker: Any, keys: list[str]) -> None:
     guard.current()._quarantine = set(keys)
 
 
+def fill_disk(worker: Any, full: bool) -> None:
+    """From then on the worker's files cannot grow, by the kernel's own word; or can again."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+
 def report(llm: Any) -> dict[str, Any]:
     return json.loads(llm.collective_rpc("k3fast_report")[0])
 
@@ -150,6 +158,40 @@ def test_the_report_of_a_run_follows_from_its_event_file(llm):
     assert again == live
 
 
+def test_a_full_event_disk_slows_and_loses_no_request(llm):
+    from vllm.model_executor.models.kimi_k3_fast.guard.totals import recompute
+
+    batch = prompts(55, 56, length=40)
+    clean = [output.outputs[0].token_ids for output in run(llm, batch)]
+    began = time.monotonic()
+    run(llm, batch)
+    usual = time.monotonic() - began
+    before = report(llm)
+    llm.collective_rpc(fill_disk, args=(True,))
+    try:
+        began = time.monotonic()
+        full = [output.outputs[0].token_ids for output in run(llm, batch)]
+        took = time.monotonic() - began
+        deadline = time.monotonic() + 10
+        while (during := report(llm))["events"]["write_errors"] == before["events"][
+            "write_errors"
+        ] and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        llm.collective_rpc(fill_disk, args=(False,))
+    assert full == clean
+    assert took < 2 * usual + 1.0, "no step waits for the disk"
+    assert during["events"]["write_errors"] > before["events"]["write_errors"]
+    assert "File too large" in during["events"]["last_error"]
+    assert during["violations"] == before["violations"]
+    deadline = time.monotonic() + 10
+    while (live := report(llm))["events"]["waiting"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    events = live.pop("events")
+    assert (events["lost"], events["waiting"]) == (0, 0)
+    assert recompute([Path(events["path"])]) == live, "what waited was written once there was room"
+
+
 def test_every_patch_has_run_where_it_is_installed(llm):
     run(llm, prompts(60))
     patches = report(llm)["patches"]
@@ -169,3 +211,4 @@ def test_no_step_went_unrecorded_and_slots_were_followed(llm):
     assert set(found["violations"]["by_reason"]) <= {"non_finite"}
     assert found["counters"]["slots_allocated"] > 0
     assert found["counters"]["slots_freed"] > 0
+    assert found["counters"]["slots_copied"] > 0, "a prefix hit starts from a copy of the state behind it"
