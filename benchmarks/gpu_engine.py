@@ -179,7 +179,7 @@ def measure(
             if context < LONG:
                 for arm in arms.values():
                     arm.call("drop")
-            fills = {name: arm.call("fill", batch, context) for name, arm in arms.items()}
+            fills = {name: arms[name].call("fill", batch, context) for name in reversed(ARMS)}
             for fill in fills.values():
                 clock.filled(fill["prompt_tokens"], fill["seconds"])
             held, began = batch, time.monotonic()

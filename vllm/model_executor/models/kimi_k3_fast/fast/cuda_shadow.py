@@ -45,10 +45,11 @@ def stock_graphs(manager: Any, fast: CudaPath, capture: Callable[[], Any]) -> di
 
 def watch(manager: Any, fast: CudaPath, capture: Callable[[], Any], padding: torch.Tensor) -> Watch | None:
     """Put graphs that check themselves in the place of the fast ones, if the settings ask for it. padding: [tokens] bool, vLLM's
-    own word of which rows of the current step are none."""
+    own word of which rows of the current step are none. Raises ValueError where the copies of the caches would not fit."""
     policy = fast.guard.policy
     if not (policy.audit_every or policy.shadow_every) or fast.executor is None:
         return None
+    _check_room(_memory(fast.executor.caches), copies=4 if policy.shadow_every else 3)
     made = Watch(fast.guard, fast.executor.caches, lambda: manager.hidden_states, padding)
     plans = {graph.num_tokens: plan for graph, (plan, _) in fast.guard._plans.items() if plan is not None}
     for desc, graph in stock_graphs(manager, fast, capture).items():
@@ -94,17 +95,20 @@ class Watch:
         before = [raw.clone() for raw in memory]
         rows = ~self.padding[: graph.tokens]
 
-        def run(replay: Callable[[], None], nudge: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        def run(replay: Callable[[], None], nudge: bool = False) -> torch.Tensor:
             for raw, old in zip(memory, before, strict=True):
                 raw.copy_(old)
                 if nudge:
                     _nudge(raw)
             replay()
-            return self.hidden()[: graph.tokens].clone(), [raw.clone() for raw in memory]
+            return self.hidden()[: graph.tokens].clone()
 
-        fast = run(graph.fast.replay)
-        nudged = run(graph.stock.replay, nudge=True) if shadow else None
-        stock = run(graph.stock.replay)
+        def copied(hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return hidden, [raw.clone() for raw in memory]
+
+        fast = copied(run(graph.fast.replay))
+        nudged = copied(run(graph.stock.replay, nudge=True)) if shadow else None
+        stock = run(graph.stock.replay), memory
         if audit:
             self._audit(graph, memory, before, fast[1], stock[1])
         if nudged is not None:
@@ -165,6 +169,17 @@ def _memory(caches: Caches) -> list[torch.Tensor]:
         if storage.data_ptr() not in found:
             found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     return list(found.values())
+
+
+def _check_room(memory: list[torch.Tensor], copies: int) -> None:
+    """One of the copies stands for what comparing takes."""
+    needed = copies * sum(raw.numel() for raw in memory)
+    device = memory[0].device
+    if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < needed:
+        raise ValueError(
+            f"audit and shadow copy the caches: expected {needed / 2**30:.1f} GiB free on {device}, found {free / 2**30:.1f}. "
+            "Serve with a smaller cache (`--kv-cache-memory-bytes`), or set both to 0."
+        )
 
 
 def _seen(memory: list[torch.Tensor], copies: list[torch.Tensor], like: torch.Tensor, bits: bool = True) -> torch.Tensor:
