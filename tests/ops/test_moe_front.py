@@ -12,12 +12,22 @@ from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_front as op
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_front import reference
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_front.torch_form import route
-from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE, Tactic, ring_tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 SMALL = [
     op.Config(3, 256, 48, 80, 32),
     op.Config(12, 256, 40, 72, 40, linear_beta=None, tactic=Tactic(groups=5, splits=2, row_warps=2, k_warps=2, tiles=2)),
+    op.Config(3, 512, 48, 80, 37, tactic=Tactic(groups=6, k_warps=2, tiles=3, stages=2, chunk=128, fetchers=1)),
+    op.Config(
+        12,
+        448,
+        40,
+        72,
+        40,
+        linear_beta=None,
+        tactic=Tactic(groups=5, splits=2, k_warps=2, tiles=3, stages=3, chunk=64, fetchers=2),
+    ),
 ]
 
 
@@ -50,6 +60,13 @@ def test_compiles_without_spilling(
     spec: build.KernelSpec, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]
 ) -> None:
     assert not findings(spec, arch)
+
+
+def _ring(tokens: int) -> op.Config:
+    """The front of a TP8 rank through a ring."""
+    splits, chunk = (1, 512) if tokens <= 16 else (2, 128)
+    tactic = ring_tactic(6016, (7168,), tokens, splits=splits, chunk=chunk, whole=TILE)
+    return op.Config(tokens, 7168, 896, 3584, 768, tactic=tactic)
 
 
 def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -85,7 +102,9 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 896, 3584, 768) for t in (1, 16, 64))], ids=str)
+@pytest.mark.parametrize(
+    "config", [*SMALL, *(op.Config(t, 7168, 896, 3584, 768) for t in (1, 16, 64)), *map(_ring, (1, 8, 16, 64))], ids=str
+)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 40.0)):  # the second saturates SiTU
@@ -95,7 +114,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 7168, 896, 3584, 768)], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 7168, 896, 3584, 768), _ring(1)], ids=str)
 def test_replay_sees_changed_inputs(config: op.Config) -> None:
     plan, case, out = op.plan(config, build.device_arch()), _case(config, 2), _outputs(config)
     replay_with(lambda: op.run(plan, **case, **out), case, {"m": _case(config, 3)["m"]}, list(out.values()))

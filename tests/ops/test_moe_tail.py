@@ -11,7 +11,7 @@ from yardstick import check_error, replay_with
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_tail as op
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_tail import reference
-from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, ring_tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 SMALL = [
@@ -19,6 +19,10 @@ SMALL = [
     op.Config(10, 96, 192, 128, r_dtype="f32", tactic=Tactic(groups=2, splits=2, row_warps=1, k_warps=2, tiles=3)),
     op.Config(3, 96, 1024, 256, tactic=Tactic(groups=6, k_warps=2, tiles=1, depth=2, resident=2)),
     op.Config(17, 96, 256, 64, tactic=Tactic(groups=2, splits=2, row_warps=3, k_warps=1, tiles=1)),
+    op.Config(3, 90, 1024, 192, tactic=Tactic(groups=2, k_warps=4, tiles=3, stages=2, chunk=256, fetchers=2, height=45)),
+    op.Config(
+        17, 96, 448, 192, tactic=Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1)
+    ),
 ]
 
 
@@ -45,6 +49,12 @@ def test_compiles_without_spilling(config: op.Config, arch: str, findings: Calla
     assert not findings(op.spec(config), arch)
 
 
+def _ring(tokens: int) -> op.Config:
+    """The tail of a TP8 rank through a ring."""
+    splits, chunk = (1, 512) if tokens <= 16 else (2, 128)
+    return op.Config(tokens, 7168, 3584, 768, tactic=ring_tactic(7168, (3584, 768), tokens, splits=splits, chunk=chunk))
+
+
 def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -64,7 +74,9 @@ def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 7168, 3584, 768) for t in (1, 8, 16, 64))], ids=str)
+@pytest.mark.parametrize(
+    "config", [*SMALL, *(op.Config(t, 7168, 3584, 768) for t in (1, 8, 16, 64)), *map(_ring, (1, 8, 16, 64))], ids=str
+)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 1e-4), (2, 1e3)):
@@ -75,7 +87,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 7168, 3584, 768), SMALL[1]], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 7168, 3584, 768), SMALL[1], _ring(1), SMALL[-1]], ids=str)
 def test_replay_sees_changed_inputs(config: op.Config) -> None:
     plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 3), _case(config, 4)
     delta = torch.empty(config.tokens, config.rows, device="cuda", dtype=torch.bfloat16)

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ SMALL = [
     )
 ]
 ODD = op.Config(5, 142, 256, world=2, shots=2, tactic=Tactic(groups=3, k_warps=4), bound_ns=BOUND_NS)  # shares of 47 and 48 rows
+RING = replace(ODD, tactic=Tactic(groups=3, k_warps=2, tiles=3, stages=2, chunk=64, fetchers=2, height=48))
 SPLIT = op.Config(9, 160, 512, world=2, shots=2, tactic=Tactic(groups=4, splits=2, k_warps=4), bound_ns=BOUND_NS)
 
 
@@ -56,7 +58,7 @@ def test_refuses_what_it_cannot_compute() -> None:
             op.plan(config, "sm_90a")
 
 
-@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT], ids=str)
+@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT, RING, replace(RING, shots=1)], ids=str)
 def test_every_pair_has_one_word_and_one_owner(config: op.Config) -> None:
     """The index arithmetic of the device half, in Python: what two senders could mix up, they would."""
     rows, world = config.shape.tactic.rows, config.world
@@ -135,7 +137,7 @@ class Ranks:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT], ids=str)
+@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT, RING, replace(RING, shots=1)], ids=str)
 def test_numbers_over_many_epochs(config: op.Config) -> None:
     ranks = Ranks(config)
     for seed in range(5):
@@ -149,7 +151,7 @@ def test_numbers_over_many_epochs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SMALL[0], ODD, op.Config(2, 160, 256, world=4, shots=1, bound_ns=BOUND_NS)], ids=str)
+@pytest.mark.parametrize("config", [SMALL[0], ODD, RING, op.Config(2, 160, 256, world=4, shots=1, bound_ns=BOUND_NS)], ids=str)
 def test_replays_in_a_graph_with_other_inputs(config: op.Config) -> None:
     ranks = Ranks(config)
     ranks.launch()

@@ -11,7 +11,7 @@ from yardstick import check_error, replay_with
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import projection as op
 from vllm.model_executor.models.kimi_k3_fast.ops.projection.reference import projection
-from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, default_tactic
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, default_tactic, ring_tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 SMALL = [
@@ -20,6 +20,17 @@ SMALL = [
     op.Config(9, 100, 1408, tactic=Tactic(groups=3, splits=2, row_warps=1, k_warps=4, tiles=3, depth=3)),
     op.Config(2, 72, 2048, tactic=Tactic(groups=5, k_warps=4, tiles=1, depth=2, resident=2)),
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, row_warps=3, k_warps=1, tiles=1, depth=2)),
+]
+RINGS = [  # stages used again and again; a last chunk in part; splits of unlike length; more fetching warps than rows to fetch
+    op.Config(1, 80, 512, tactic=Tactic(groups=5, k_warps=2, tiles=1, stages=2, chunk=64, fetchers=1)),
+    op.Config(3, 100, 1408, tactic=Tactic(groups=3, splits=2, k_warps=4, tiles=3, stages=3, chunk=256, fetchers=2, height=34)),
+    op.Config(
+        9,
+        90,
+        1344,
+        tactic=Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1, height=45),
+    ),
+    op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, k_warps=1, tiles=3, stages=3, chunk=64, fetchers=4)),
 ]
 
 
@@ -40,9 +51,15 @@ def test_refuses_what_it_cannot_compute() -> None:
             op.plan(config, "sm_90a")
 
 
-@pytest.mark.parametrize("config", SMALL[2:], ids=str)
+@pytest.mark.parametrize("config", [*SMALL[2:], *RINGS], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
+
+
+def _ring(tokens: int) -> op.Config:
+    """The in-projection of a TP8 rank through a ring."""
+    splits, chunk = (1, 512) if tokens <= 16 else (2, 128)
+    return op.Config(tokens, 6288, 7168, tactic=ring_tactic(6288, (7168,), tokens, splits=splits, chunk=chunk))
 
 
 def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -57,7 +74,9 @@ def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, *(op.Config(t, 6288, 7168) for t in (1, 8, 16, 64))], ids=str)
+@pytest.mark.parametrize(
+    "config", [*SMALL, *RINGS, *(op.Config(t, 6288, 7168) for t in (1, 8, 16, 64)), *map(_ring, (1, 8, 16, 32, 64))], ids=str
+)
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 300.0)):
@@ -68,7 +87,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), SMALL[-1]], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), SMALL[-1], _ring(1), RINGS[1]], ids=str)
 def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) -> None:
     plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 2), _case(config, 3)
     out = torch.empty(config.tokens, config.rows, device="cuda", dtype=build.DTYPES[config.out][1])
@@ -77,8 +96,8 @@ def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) ->
 
 
 @pytest.mark.gpu
-def test_a_token_does_not_see_the_others() -> None:
-    config = op.Config(8, 6288, 7168)
+@pytest.mark.parametrize("config", [op.Config(8, 6288, 7168), _ring(8)], ids=str)
+def test_a_token_does_not_see_the_others(config: op.Config) -> None:
     plan, case = op.plan(config, build.device_arch()), _case(config, 4)
     out, again = (torch.empty(8, 6288, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     op.run(plan, case["a"], case["w"], out)

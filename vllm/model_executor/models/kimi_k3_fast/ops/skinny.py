@@ -40,6 +40,9 @@ class Tactic:
     with two, the next kernel's blocks start while this one still runs. `stages`: 0, or both operands go through so many
     stages of shared memory, 64 columns each, because the activation of many tokens does not fit there as a whole; `depth` and
     `prefetch` then have no meaning.
+
+    A ring (`device/ring.py`): `chunk` columns a stage, 0 for the other forms; `fetchers` warps that only copy, besides the
+    others; `height` rows of the matrix in a stage, 0 for all rows of the tiles.
     """
 
     groups: int = 132
@@ -51,10 +54,13 @@ class Tactic:
     prefetch: int = 0
     resident: int = 1
     stages: int = 0
+    chunk: int = 0
+    fetchers: int = 0
+    height: int = 0
 
     @property
     def threads(self) -> int:
-        return 32 * self.row_warps * self.k_warps
+        return 32 * (self.row_warps * self.k_warps + self.fetchers)
 
     @property
     def rows(self) -> int:
@@ -120,6 +126,31 @@ class Shape:
         return self.padded_tokens * self.partial_pitch
 
     @property
+    def chunk_units(self) -> int:
+        """Units of 64 columns in a stage of a ring."""
+        return self.tactic.chunk // UNIT
+
+    @property
+    def height(self) -> int:
+        """Rows of the matrix in a stage of a ring."""
+        return self.tactic.height or self.tactic.rows
+
+    @property
+    def span(self) -> int:
+        """Rows of a group as a ring deals its outputs: even, so that two neighbouring threads have two neighbouring rows."""
+        return ceil_div(self.height, 2) * 2
+
+    @property
+    def stage_pitch(self) -> int:
+        """bf16 elements between two rows in a stage of a ring: an odd multiple of 64 bytes."""
+        return self.tactic.chunk + UNIT // 2
+
+    @property
+    def stage_elements(self) -> int:
+        """bf16 elements of a stage of a ring: rows of the matrix, the tokens, and one row for a norm weight."""
+        return (self.height + self.tokens + (len(self.columns) > 1)) * self.stage_pitch
+
+    @property
     def stage_rows(self) -> int:
         """Rows of 64 columns in a stage: of the matrix, of the activation, and one of a norm weight."""
         return self.tactic.rows + self.padded_tokens + 1
@@ -128,12 +159,14 @@ class Shape:
     def shared_floats(self) -> int:
         """4-byte words that hold the activation, or the stages, first and the warps' partial sums after it."""
         streamed = self.tactic.stages * self.stage_rows * UNIT // 2
+        if self.tactic.chunk:
+            streamed = self.tactic.stages * self.stage_elements // 2
         operands = streamed or ceil_div(self.tokens * self.pitch, 2)
         return max(operands, self.partial_floats * self.tactic.k_warps)
 
     @property
     def smem_bytes(self) -> int:
-        return 4 * (self.shared_floats + 64 * self.tactic.k_warps) + 1024
+        return 4 * (self.shared_floats + 64 * self.tactic.k_warps) + 16 * self.tactic.stages + 1024
 
     def problem(self) -> str | None:
         """Why this shape cannot run with this tactic, or None."""
@@ -145,7 +178,11 @@ class Shape:
         if self.smem_bytes > SMEM_LIMIT:
             hint = "more splits hold less of the activation"
             return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} ({hint})"
-        if self.tactic.stages and not (self.tactic.stages >= 2 and self.tactic.k_warps <= 2):
+        if self.tactic.chunk:
+            t = self.tactic
+            if t.chunk % UNIT or t.stages < 1 or t.fetchers < 1 or self.height > t.rows:
+                return f"expected a chunk of whole units, at least 1 stage and 1 fetching warp, rows within the tiles; found {t}"
+        elif self.tactic.stages and not (self.tactic.stages >= 2 and self.tactic.k_warps <= 2):
             return f"expected at least 2 stages and at most 2 warps for their columns, found {self.tactic}"
         if self.tactic.threads > 1024:
             return f"expected at most 1024 threads, found {self.tactic.threads}"
@@ -153,8 +190,31 @@ class Shape:
 
     def uncovered(self, rows: int) -> str | None:
         """Why the groups cannot hold `rows` rows, or None."""
-        held = ceil_div(rows, self.tactic.groups)
-        return None if held <= self.tactic.rows else f"expected at most {self.tactic.rows} rows in a group, found {held}"
+        held, most = ceil_div(rows, self.tactic.groups), self.tactic.height or self.tactic.rows
+        return None if held <= most else f"expected at most {most} rows in a group, found {held}"
+
+
+def ring_tactic(
+    rows: int,
+    columns: tuple[int, ...],
+    tokens: int,
+    sms: int = 132,
+    chunk: int = 512,
+    space: int = 168 * 1024,
+    splits: int = 1,
+    fetchers: int = 2,
+    whole: int = 1,
+) -> Tactic:
+    """A ring of at most `space` bytes, one group of blocks for `splits` SMs. `whole`: rows of a group come in multiples of it."""
+    groups = max(1, min(sms // splits, ceil_div(rows, TILE)))
+    height = ceil_div(ceil_div(rows, groups), whole) * whole
+    held = ceil_div(height, TILE)
+    row_warps = ceil_div(held, 4 if tokens <= 32 else 2)  # a warp's sums are registers
+    tiles = ceil_div(held, row_warps)
+    tactic = Tactic(groups, splits, row_warps, max(1, 8 // row_warps), tiles, 0, 0, 1, 1, chunk, fetchers, height)
+    stage = 2 * Shape(tokens, columns, tactic).stage_elements
+    needed = sum(ceil_div(ceil_div(c // UNIT, splits), chunk // UNIT) for c in columns)
+    return replace(tactic, stages=max(1, min(space // stage, needed)))
 
 
 def default_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> Tactic:

@@ -61,14 +61,14 @@ def stream_async(target: Any, source: Any, predicate: Boolean | None = None) -> 
     inline_ptx("cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=predicate)
 
 
-def copy_bulk(target: Any, source: Any, count: Any, barrier: Any, predicate: Boolean | None = None) -> None:
-    """Start copying `count` bytes, a multiple of 16, from global to shared memory; they count on the barrier. Both ends are 16-byte
-    aligned.
+def copy_bulk(target: Any, source: Any, count: Any, barrier: Any, predicate: Boolean) -> None:
+    """Start copying `count` bytes, a multiple of 16, from global to shared memory, where the predicate holds; they count on the
+    barrier. Both ends are 16-byte aligned.
     """
     inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, Int32(count), barrier],
-        predicate=predicate,
+        predicate=opaque(Int32(predicate)) != 0,  # a predicate must be a register, whatever is known about it
     )
 
 
@@ -115,8 +115,8 @@ def opaque(value: Int32) -> Int32:
 
 
 def opaque_address(address: Int64) -> Int64:
-    """The same address, of which the compiler knows nothing: a choice among parameters stays one of values in registers, where the
-    order checker can follow it, and does not become a load at a computed place among the parameters.
+    """The same address, of which the compiler knows nothing: a choice among parameters stays one of values in registers, which
+    the order checker can follow, and does not become a load at a computed place among the parameters.
     """
     return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[address])
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32, min
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, min
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
@@ -205,6 +205,10 @@ class Block:
         """factor(n, c) for `scale`: rsqrt(mean(x^2) + eps) of token 8n + 2 slot + c. In a cluster, its blocks meet here."""
         if self.tactic.splits > 1:
             cluster_barrier()
+        return self._inverse_rms(eps, columns)
+
+    def _inverse_rms(self, eps: float, columns: int) -> Callable[[int, int], Any]:
+        """Where all sums of squares are there."""
 
         def factor(n: int, c: int) -> Any:
             token, total = n * 8 + self.slot * 2 + c, Float32(0.0)
@@ -407,15 +411,17 @@ def load_eight(x: Any, token: Any, column: Any) -> list[Any]:
 
 
 class Smem:
-    """Shared memory of a block: the activation and, once it is used up, in its place the warps' partial sums;
-    sums of squares for a norm."""
+    """Shared memory of a block: the activation, or stages, and, once they are used up, in their place the warps' partial sums;
+    sums of squares for a norm; a ring's barriers (full, then empty)."""
 
     def __init__(self, shape: Shape) -> None:
         allocator, tactic = SmemAllocator(), shape.tactic
-        both = allocator.allocate_array(Float32, shape.shared_floats, byte_alignment=16)
+        both = allocator.allocate_array(Float32, shape.shared_floats, byte_alignment=128)
         self.activation = cute.recast_ptr(both, dtype=BFloat16)
         self.partials = cute.make_tensor(both, cute.make_layout(shape.partial_floats * tactic.k_warps))
         self.squares = allocator.allocate_tensor(Float32, cute.make_layout(64 * tactic.k_warps), byte_alignment=16)
+        if tactic.chunk:
+            self.barriers = allocator.allocate_array(Int64, 2 * tactic.stages, byte_alignment=8)
 
 
 def min_int(a: int, b: int) -> int:

@@ -18,6 +18,7 @@ from cutlass.cutlass_dsl import select_
 from ..skinny import TILE, UNIT, Shape, ceil_div
 from .ptx import copy_async, load_shared, mma_bf16, multiply_bf16, opaque, stream_async
 from .reduce import warp_sum
+from .ring import Ring
 from .skinny import Block, Rows, Smem
 from .vectors import unpack_bf16
 
@@ -193,8 +194,12 @@ class Streamed(Block):
                         acc[at + i] = own[i] + sums[i] if self.exact else sums[i]
 
 
-def make_block(shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem, exact: bool = False) -> Block:
-    """The block of a tactic: with stages or without."""
+def make_block(
+    shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem, exact: bool = False, norm: Any = None
+) -> Block:
+    """The block of a tactic: a ring, stages or neither. `norm`: the weight of part 0's norm, where there is one."""
+    if shape.tactic.chunk:
+        return Ring(shape, rank, rows, weights, smem, exact, norm)
     return (Streamed if shape.tactic.stages else Block)(shape, rank, rows, weights, smem, exact)
 
 

@@ -85,7 +85,8 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"moe_front: expected one of {', '.join(ARCHS)}, found {arch}")
     problem = config.shape.problem()
-    for rows, groups in zip(config.rows, config.groups, strict=True):
+    experts, latent, shared = config.experts, config.latent, ceil_div(config.shared, config.groups[2]) * config.groups[2]
+    for rows, groups in zip((experts, latent, 2 * shared), config.groups, strict=True):  # gate and up go by pairs
         problem = problem or replace(config.shape, tactic=replace(config.shape.tactic, groups=groups)).uncovered(rows)
     return Refusal(Reason.OP_SHAPE, f"moe_front: {problem}") if problem else None
 

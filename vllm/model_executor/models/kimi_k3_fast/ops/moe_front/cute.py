@@ -6,9 +6,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import select_
 
 from ..device.ptx import sigmoid, store_bf16, store_f32
+from ..device.ring import select_tensor
 from ..device.skinny import Rows, Smem, even_share
 from ..device.streamed import make_block
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
@@ -70,6 +72,53 @@ def _front(
         segment(config, 2, gate_up, x, hidden, smem, group - to_shared, rank)
 
 
+@cute.kernel
+def _front_ring(
+    router: Static,
+    down: Static,
+    gate_up: Static,
+    x: Dynamic,
+    logits: Output,
+    z: Output,
+    hidden: Output,
+    config: cutlass.Constexpr,
+):
+    """As `_front`, one path for all three matrices: only addresses and the last step differ, so the code is read once."""
+    shape, (to_router, to_down, _), (experts, latent, both) = config.shape, config.groups, config.rows
+    index, _, _ = cute.arch.block_idx()
+    group, rank = index // shape.tactic.splits, index % shape.tactic.splits
+    is_router, is_shared = group < to_router, group >= to_router + to_down
+
+    def among(of_router: Any, of_down: Any, of_shared: Any) -> Int32:
+        return Int32(select_(is_router, Int32(of_router), Int32(select_(is_shared, Int32(of_shared), Int32(of_down)))))
+
+    rows = (experts, latent, both // 2)
+    starts = (0, to_router, to_router + to_down)
+    shares = [even_share(r, g, group - start) for r, g, start in zip(rows, config.groups, starts, strict=True)]
+    share = Rows(among(*(s[0] for s in shares)), among(*(s[1] for s in shares)), among(0, 0, both // 2))
+    weight = select_tensor([is_router, is_shared], [router.early(), gate_up.early(), down.early()])
+    block = make_block(shape, rank, share, [weight], Smem(shape), exact=True)
+    release_dependents()
+    token = dependency_wait()
+    block.stage(0, x.after(token))
+    block.multiply(0)
+    targets = [t.after(token).iterator for t in (logits, z, hidden)]
+    width = among(*rows)
+    block.reduce(
+        lambda t, row, value, inside: emit_any(config, targets, is_router, is_shared, t * width + row, value(0), value(1), inside)
+    )
+
+
+@cute.jit
+def emit_any(config: cutlass.Constexpr, targets: Any, is_router: Any, is_shared: Any, at: Any, own: Any, other: Any, inside: Any):
+    if is_router:
+        store_f32(targets[0] + at, own, inside)
+    elif is_shared:
+        store_bf16(targets[2] + at, situ(own, other, config.beta, config.linear_beta), inside)
+    else:
+        store_bf16(targets[1] + at, own, inside)
+
+
 def bf16_front_skinny(
     config: Any,
     router: Static,
@@ -82,7 +131,8 @@ def bf16_front_skinny(
     stream: object,
 ) -> None:
     tactic = config.shape.tactic
-    _front(router, down, gate_up, x, logits, z, hidden, config).launch(
+    kernel = _front_ring if tactic.chunk else _front
+    kernel(router, down, gate_up, x, logits, z, hidden, config).launch(
         grid=[sum(config.groups) * tactic.splits, 1, 1],
         block=[tactic.threads, 1, 1],
         cluster=[tactic.splits, 1, 1] if tactic.splits > 1 else None,

@@ -19,7 +19,7 @@ def _tail(up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, d
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     first, last = even_share(config.rows, shape.tactic.groups, group)
-    block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape))
+    block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape), norm=norm.early())
     weight = block.norm_words(0, norm.early())
     release_dependents()
     token = dependency_wait()
