@@ -26,6 +26,7 @@ def load(path: str):
 
 STATE = load("guard/test_state.py")
 CORE = load("guard/test_core.py")
+EVENTS = load("guard/test_events.py")
 AGREEMENT = load("guard/test_agreement.py")
 SHADOW = load("guard/test_shadow.py")
 HOOKS = load("patches/test_hooks.py")
@@ -61,12 +62,17 @@ def hooked(test):
 
     def run(patch, folder):
         patch.setattr(guard, "_guard", guard.Guard())
-        for name, value in (("ran", {}), ("_outbox", []), ("_owner_of", {}), ("process", {})):
+        for name, value in (("ran", {}), ("_outbox", []), ("_owner_of", {}), ("process", {}), ("_unheard_steps", 0)):
             patch.setattr(hooks, name, value)
         guard.current().watching = True
         test(guard.current())
 
     return run
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def silent_patch(patch, folder):
@@ -101,6 +107,24 @@ CASES = {
     "blocks of a bad request": (
         hooked(lambda watching: HOOKS.test_every_block_a_bad_request_filled_is_forgotten_freed_ones_too()),
         lambda patch: patch.setattr(hooks, "forget_blocks", lambda manager, request: None),
+    ),
+    "state copied to another request's slot": (
+        hooked(HOOKS.test_state_may_be_copied_to_ones_own_slot_only),
+        lambda patch: patch.setattr(ledger.Ledger, "_copy", lambda *args: []),
+    ),
+    "engine core without the patch": (
+        hooked(
+            lambda watching: HOOKS.test_an_engine_core_without_the_patch_is_seen_and_no_step_is_fast(watching, "says nothing")
+        ),
+        lambda patch: patch.setattr(hooks, "_unheard", lambda: None),
+    ),
+    "engine core whose patch failed": (
+        hooked(lambda watching: HOOKS.test_an_engine_core_without_the_patch_is_seen_and_no_step_is_fast(watching, "says why")),
+        lambda patch: patch.setattr(hooks, "_core_lacks", lambda name, why: None),
+    ),
+    "lines lost to a full disk": (
+        lambda patch, folder: EVENTS.test_lines_that_were_lost_are_made_up_for_when_the_disk_is_back(made(folder)),
+        lambda patch: patch.setattr(core.Guard, "_carry", lambda self: None),
     ),
     "patch installed but never run": (silent_patch, lambda patch: patch.setattr(patches, "_silent", lambda name, state: [])),
     "graph nobody planned": (

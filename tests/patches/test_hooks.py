@@ -116,12 +116,12 @@ def test_state_may_be_copied_to_ones_own_slot_only(watching):
     assert found["last"][0]["where"] | {"step": 0} == {"step": 0, "slot": 4, "request": "b", "owner": "a"}
 
 
-@pytest.mark.parametrize("how", ["says nothing", "says that it failed"])
-def test_an_engine_core_without_the_patch_is_seen_by_the_workers_and_no_step_is_fast(watching, how):
+@pytest.mark.parametrize("how", ["says nothing", "says why"])
+def test_an_engine_core_without_the_patch_is_seen_and_no_step_is_fast(watching, how):
     watching.deployment((), {"tp": "1"})
     watching.planned(guard.GraphKey("full", 1, 1, True), "decode/t1")
     said = {"patches": {"2": {"targets": {}, "ran": {}, "refusal": "scheduler.py: another function in its place"}}, "silent": []}
-    words = {hooks._PROCESS: said} if how == "says that it failed" else {}
+    words = {hooks._PROCESS: said} if how == "says why" else {}
     for _ in range(2 * hooks.UNHEARD):
         hooks.step_received(SimpleNamespace(total_num_scheduled_tokens=0))
     assert not watching.late_refusals, "a step without tokens needs no block"
