@@ -1,20 +1,21 @@
-"""AttnRes with the norm that follows: nine and two sources, clusters of different sizes, beside stock. Sources are cold: a
+"""AttnRes with the norm that follows: nine, five and two sources, clusters of different sizes, beside stock. Sources are cold: a
 layer's weights pass through the cache between two uses.
 
-    python benchmarks/ops/attn_res.py --json OUT [--compile ARCH]
+    python benchmarks/ops/attn_res.py --json OUT [--tactics FILE] [--sources 9 2] [--batches 1 64] [--compile ARCH]
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.ops import stock
+from benchmarks.ops import stock, winners
 from benchmarks.ops.ahead import compile_all
 from benchmarks.ops.projection import BATCHES, COLUMNS
 from benchmarks.timing import Case, arguments, copies_for, main
@@ -22,23 +23,24 @@ from vllm.model_executor.models.kimi_k3_fast.ops import attn_res as op
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 
 CLUSTERS = (2, 4, 7, 8)
+ROWS = 64  # of the buffers, as served: the sources of a token lie 64 rows apart
+SHAPE = ("sources", "columns", "tokens")
 
 
 def config(tokens: int, prev: int, blocks: int) -> op.Config:
-    return op.Config(tokens, COLUMNS, prev, True, blocks=blocks)
+    return op.Config(tokens, COLUMNS, prev, True, rows=ROWS, blocks=blocks)
 
 
-def cases() -> Iterator[Case]:
-    for prev in (8, 1):
-        for tokens in BATCHES:
+def cases(sources: list[int], batches: list[int]) -> Iterator[Case]:
+    for prev in (count - 1 for count in sources):
+        for tokens in batches:
             moved = tokens * COLUMNS * 2 * (prev + 1 + 1 + 2)  # sources and delta in, prefix and out
-            copies = copies_for(moved)
+            copies = copies_for(moved, cap=1024)  # a row alone is small: hundreds of copies, or all of it stays in the L2 cache
             score, norm = torch.randn(COLUMNS, device="cuda"), torch.ones(COLUMNS, device="cuda").bfloat16()
             qk = score.bfloat16()
-            sets = []
-            for _ in range(copies):
-                prefix, delta, out = (torch.randn(64, COLUMNS, device="cuda").bfloat16() for _ in range(3))
-                sets.append((delta[:tokens], torch.randn(8, 64, COLUMNS, device="cuda").bfloat16(), prefix, out[:tokens]))
+            blocks = torch.empty(copies, prev, ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16).normal_()
+            flat = torch.empty(3, copies, ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16).normal_()
+            sets = [(flat[0, i, :tokens], blocks[i], flat[1, i], flat[2, i, :tokens]) for i in range(copies)]
             variants: dict[str, Callable[[int], object]] = {}
             incumbent = stock.attn_res()
             if incumbent:
@@ -48,21 +50,27 @@ def cases() -> Iterator[Case]:
                     return f(prefix[:tokens], delta, blocks.transpose(0, 1)[:tokens], norm, qk, norm, prev, -1, 1e-5, 1e-5)
 
                 variants["stock"] = run
-            for blocks in CLUSTERS:
-                plan = op.plan(config(tokens, prev, blocks), build.device_arch())
-                variants[f"cluster {blocks}"] = lambda i, plan=plan, sets=sets, score=score, norm=norm: op.run(
+            for number in CLUSTERS:
+                plan = op.plan(replace(config(tokens, prev, number), closed=prev), build.device_arch())
+                variants[f"cluster {number}"] = lambda i, plan=plan, sets=sets, score=score, norm=norm: op.run(
                     plan, score, norm, *sets[i]
                 )
-            yield Case({"sources": prev + 1, "batch": tokens}, moved, variants, copies, "stock")
-            del sets, variants
+            yield Case({"sources": prev + 1, "columns": COLUMNS, "tokens": tokens}, moved, variants, copies, "stock")
+            del sets, variants, blocks, flat
 
 
 if __name__ == "__main__":
     parser = arguments("attn_res")
+    parser.add_argument("--sources", type=int, nargs="*", default=[9, 5, 2], help="closed blocks and the prefix")
+    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    parser.add_argument("--tactics", type=Path, help="write the fastest numbers of blocks to this table")
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     options = parser.parse_args()
+    arch = options.compile or build.device_arch()
+    every = [replace(config(t, s - 1, b), closed=s - 1) for t in options.batches for s in options.sources for b in CLUSTERS]
+    compile_all([op.spec(c) for c in every], arch)
     if options.compile:
-        specs = [op.spec(config(t, prev, blocks)) for t in BATCHES for prev in (8, 1) for blocks in CLUSTERS]
-        compile_all(specs, options.compile)
-    else:
-        main("attn_res", cases(), options)
+        sys.exit()
+    timings = main("attn_res", cases(options.sources, options.batches), options)
+    if options.tactics:
+        winners.write(options.tactics, arch, timings, {f"cluster {b}": {"blocks": b} for b in CLUSTERS}, SHAPE, options.commit)

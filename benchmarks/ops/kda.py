@@ -1,6 +1,8 @@
 """KDA decode on a TP8 and a TP16 slice: every tactic beside stock's native kernel, which wants f_b as a launch of its own
 before it.
 
+    python benchmarks/ops/kda.py --json OUT [--every-tactic --tactics FILE] [--requests 8 16] [--heads 12] [--compile ARCH]
+
 Bytes: state read and written, conv window, f_b, the row of the in-projection and the output. States and weights are cold.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,10 +18,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.ops import stock as incumbent
+from benchmarks.ops import winners
+from benchmarks.ops.ahead import compile_all
 from benchmarks.timing import Case, arguments, copies_for, main
 from vllm.model_executor.models.kimi_k3_fast.ops import build, kda
 
 D = kda.D
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def moved(config: kda.Config) -> int:
@@ -128,32 +134,56 @@ def stock(config: kda.Config, sets: list[dict[str, torch.Tensor]]) -> dict[str, 
     return {"stock f_b + 3 Triton kernels": by_kernel}
 
 
-def cases(every_tactic: bool, only: list[int] | None) -> Iterator[Case]:
-    plain = [(h, t, 1, kda.Config(h, t, kda.columns(h))) for h in (12, 6) for t in (1, 2, 4, 8, 16, 32, 64)]
-    verify = [(12, r, q, kda.Config(12, r, kda.columns(12), queries=q, drafts=q - 1)) for r, q in ((1, 4), (1, 8), (8, 4))]
-    arch = build.device_arch()
-    for heads, requests, queries, config in (*plain, *verify):
-        if only and requests not in only:
-            continue
+def name(tactic: kda.Tactic) -> str:
+    early = " early" if tactic.early_release else ""
+    return f"split{tactic.split} threads{tactic.threads} groups{tactic.row_groups} stages{tactic.stages}{early}"
+
+
+def configs(heads: list[int], only: list[int] | None, verify: bool) -> Iterator[kda.Config]:
+    """Plain steps of every batch, and verify steps of 2, 4 and 8 tokens."""
+    for h in heads:
+        shapes = [(r, 1) for r in BATCHES] + ([(1, 2), (1, 4), (1, 8), (8, 2), (8, 4)] if verify else [])
+        for r, q in shapes:
+            if not only or r in only:
+                yield kda.Config(h, r, kda.columns(h), queries=q, drafts=q - 1)
+
+
+def chosen(config: kda.Config, every_tactic: bool, arch: str) -> list[kda.Tactic]:
+    return kda.tactics(config) if every_tactic else [kda.chosen_tactic(config, arch)]
+
+
+def cases(every_tactic: bool, wanted: list[kda.Config], arch: str) -> Iterator[Case]:
+    for config in wanted:
         copies = copies_for(moved(config))
         sets = tensors(config, copies)
         variants = dict(stock(config, sets))
-        chosen = kda.tactics(config) if every_tactic else [kda.default_tactic(config)]
-        for tactic in chosen:
+        for tactic in chosen(config, every_tactic, arch):
             plan = kda.plan(config, arch, tactic)
-            name = f"split{tactic.split} threads{tactic.threads} groups{tactic.row_groups}"
-            variants[name] = lambda i, plan=plan, sets=sets: kda.run(plan, **sets[i])
-        if queries == 1:
+            variants[name(tactic)] = lambda i, plan=plan, sets=sets: kda.run(plan, **sets[i])
+        if config.queries == 1:
             live = sets[0]["state"][1:].view(copies, -1)
             variants["torch state.mul_ (memory alone)"] = lambda i, live=live: live[i].mul_(1.0)
-        label = {"slice": f"TP{96 // heads}", "requests": requests, "queries": queries}
-        baseline = next((name for name in variants if name.startswith("stock")), None)
+        label = {"slice": f"TP{96 // config.heads}", **{n: getattr(config, n) for n in kda.SHAPE}}
+        baseline = next((variant for variant in variants if variant.startswith("stock")), None)
         yield Case(label, moved(config), variants, copies, baseline)
+        del sets, variants
 
 
 if __name__ == "__main__":
     parser = arguments("kda")
-    parser.add_argument("--every-tactic", action="store_true", help="compare all tactics, not only the default one")
+    parser.add_argument("--every-tactic", action="store_true", help="compare all tactics, not only the chosen one")
     parser.add_argument("--requests", type=int, nargs="*", help="only these batches")
+    parser.add_argument("--heads", type=int, nargs="*", default=[12, 6], help="heads of a rank: 12 is TP8, 6 is TP16")
+    parser.add_argument("--plain", action="store_true", help="leave out verify steps")
+    parser.add_argument("--tactics", type=Path, help="write the fastest tactics to this table")
+    parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     options = parser.parse_args()
-    main("kda", cases(options.every_tactic, options.requests), options)
+    arch = options.compile or build.device_arch()
+    wanted = list(configs(options.heads, options.requests, not options.plain))
+    compile_all([kda.spec(c, t) for c in wanted for t in chosen(c, options.every_tactic, arch)], arch)
+    if options.compile:
+        sys.exit()
+    timings = main("kda", cases(options.every_tactic, wanted, arch), options)
+    if options.tactics:
+        fields = {name(t): asdict(t) for c in wanted for t in chosen(c, options.every_tactic, arch)}
+        winners.write(options.tactics, arch, timings, fields, kda.SHAPE, options.commit)

@@ -2,19 +2,22 @@
 
     prefix <- bf(prefix + delta)                           if the previous MLP's output is pending
     blocks[write] <- prefix                                if this layer closes a block
-    logit_j = rsqrt(mean(s_j^2) + eps) <s_j, score>        for the closed blocks 0..prev-1 and the prefix; score = norm weight *
-    projection row out = bf(RMSNorm(sum_j softmax_j(logit) s_j))          or without the norm, at the end of the model
+    logit_j = rsqrt(mean(s_j^2) + eps) <s_j, score>        for the closed blocks 0..prev-1 and the prefix;
+                                                           score = norm weight * projection row
+    out = bf(RMSNorm(sum_j softmax_j(logit) s_j))          or without the norm, at the end of the model
 
 All in fp32 between the bf. With prev = 0 the mixture is the prefix itself.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ...reasons import Reason, Refusal
+from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
 
 
@@ -23,7 +26,7 @@ class Config:
     """`rows`: rows of the buffers `blocks` and `prefix` (the largest batch), `prev`: closed blocks mixed in, `write`: block to
     close, or -1.
 
-    `blocks`: thread blocks of a token's cluster.
+    `blocks`: thread blocks of a token's cluster; None: the number that was fastest, or the default.
     """
 
     tokens: int
@@ -35,11 +38,12 @@ class Config:
     eps: float = 1e-5
     closed: int = 8  # blocks the buffer can hold
     rows: int = 64
-    blocks: int = 4
+    blocks: int | None = None
 
     @property
     def share(self) -> int:
         """Columns of one thread block."""
+        assert self.blocks is not None, "a config is resolved before its shape is asked for"
         return self.columns // self.blocks
 
     @property
@@ -76,11 +80,22 @@ class Plan:
         return f"{shape} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads"
 
 
+def resolved(config: Config, arch: str) -> Config:
+    """The config with a number of blocks."""
+    if config.blocks is not None:
+        return config
+    shape = {"sources": config.prev + 1, "columns": config.columns, "tokens": config.tokens}
+    found = measured.chosen(Path(__file__).parent, arch, shape, "tokens")
+    fitting = next(blocks for blocks in (4, 2, 1) if config.columns % (8 * blocks) == 0 or blocks == 1)
+    return replace(config, blocks=found["blocks"] if found else fitting)
+
+
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"attn_res: expected one of {', '.join(ARCHS)}, found {arch}")
-    c = config
+    c = resolved(config, arch)
+    assert c.blocks is not None
     checks = (
         (1 <= c.tokens <= c.rows, f"1 to {c.rows} tokens, found {c.tokens}"),
         (1 <= c.blocks <= 8, f"a cluster of 1 to 8 blocks, found {c.blocks}"),
@@ -94,7 +109,9 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     return Refusal(Reason.OP_SHAPE, f"attn_res: expected {failed[0]}") if failed else None
 
 
-def spec(config: Config) -> KernelSpec:
+def spec(config: Config, arch: str = "sm_90a") -> KernelSpec:
+    """The kernel of a config; `arch` matters where the number of blocks is left to be chosen."""
+    config = resolved(config, arch)
     shape = (config.rows, config.columns)
     params = (
         Param("score", "f32", (config.columns,), STATIC),
@@ -112,6 +129,7 @@ def plan(config: Config, arch: str) -> Plan:
     refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))
+    config = resolved(config, arch)
     return Plan(config, arch, spec(config))
 
 

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...reasons import Reason, Refusal
+from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ HEADS = (6, 12, 24, 48, 96)
 LANES = 8  # threads of a V row
 TOKENS = 8  # of one block at most: the columns of one tensor-core product
 SM_COUNT = 132
+SHAPE = ("heads", "requests", "queries", "drafts")  # what a measured tactic is for
 SMEM_LIMIT = 227 * 1024
 
 
@@ -145,13 +148,21 @@ def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
     found = [default_tactic(config), replace(default_tactic(config), early_release=True)]
     for split, threads in ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128)):
-        for resident, stages in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1)):
+        for resident, stages in ((2, 2), (3, 1), (3, 2), (64, 1)):  # blocks of an SM that walk; 64: no block walks
             groups = max(1, min(config.requests, resident * SM_COUNT // (config.heads * split)))
             tactic = _walking(config, Tactic(split, threads, groups, stages))
-            fits = resident * _smem_bytes(config, tactic) < SMEM_LIMIT and resident * threads <= 768
-            if tactic not in found and fits:
+            walks = tactic.row_groups < config.requests
+            fits = (resident if walks else 1) * _smem_bytes(config, tactic) < SMEM_LIMIT
+            if fits and tactic not in found and config.heads * tactic.row_groups * split <= 12 * SM_COUNT:
                 found.append(tactic)
     return found
+
+
+def chosen_tactic(config: Config, arch: str) -> Tactic:
+    """What was fastest on this architecture at this shape; else the default."""
+    shape = {name: getattr(config, name) for name in SHAPE}
+    found = measured.chosen(Path(__file__).parent, arch, shape, "requests")
+    return _walking(config, Tactic(**found)) if found else default_tactic(config)
 
 
 def spec(config: Config, tactic: Tactic) -> KernelSpec:
@@ -199,7 +210,7 @@ def plan(config: Config, arch: str, tactic: Tactic | None = None, *, load: bool 
     refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))
-    tactic = tactic or default_tactic(config)
+    tactic = tactic or chosen_tactic(config, arch)
     chosen = spec(config, tactic)
     return Plan(config, tactic, chosen, get(chosen, arch) if load else None)
 
@@ -237,4 +248,5 @@ def specs() -> list[KernelSpec]:
     served = [Config(h, r, columns(h)) for h, rs in ((12, (1, 8, 64)), (6, (1, 16)), (24, (8,)), (96, (1,))) for r in rs]
     verify = [Config(12, r, columns(12), queries=q, drafts=q - 1) for r, q in ((1, 8), (8, 4))]
     small = [Config(2, 3, columns(2), lower_bound=b) for b in (-5.0, None)] + [Config(2, 3, columns(2), queries=3, drafts=2)]
-    return [spec(c, default_tactic(c)) for c in (*served, *verify, *small)]
+    found = [spec(c, tactic) for c in (*served, *verify) for tactic in dict.fromkeys(chosen_tactic(c, arch) for arch in ARCHS)]
+    return [*found, *(spec(c, default_tactic(c)) for c in small)]

@@ -1,0 +1,30 @@
+"""Measured tactics: for an architecture and a shape, the way to run an op that was fastest.
+
+Each op that can run in several ways has a `tactics.json` beside it: rows with the shape, the tactic, its microseconds and the
+incumbent's, and where the numbers come from. Its benchmark writes it (`--tactics FILE`); `plan` reads it. An op has a default for
+what was not measured, so an empty table is no error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+
+@functools.cache
+def rows(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The table of the op in `folder`."""
+    return tuple(json.loads((folder / "tactics.json").read_text()))
+
+
+def chosen(folder: Path, arch: str, shape: dict[str, int], batch: str) -> dict[str, Any] | None:
+    """The tactic for a shape: measured at this size of `batch` or at the next larger one, all else equal. None: not measured."""
+    others = {name: size for name, size in shape.items() if name != batch}
+    fitting = [
+        row
+        for row in rows(folder)
+        if row["arch"] == arch and row[batch] >= shape[batch] and all(row[name] == size for name, size in others.items())
+    ]
+    return min(fitting, key=lambda row: row[batch])["tactic"] if fitting else None
