@@ -38,7 +38,7 @@ def cuda(world: int) -> list[tuple[list[torch.Tensor], Caches]]:
         reduce = meeting.reduce(r) if world > 1 else lambda x: x
         model, kept = stock(weights(), r, world, reduce)
         bound = caches(BF16, r, world)
-        run = Executor(view_model(model, kept), bound, {"layers.2": 2}, ARCH, world, reduce, "cpu")
+        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, "cpu")
         run.prepare([len(SLOTS)])
         hidden = []
         for step in range(STEPS):

@@ -41,7 +41,8 @@ def make(settings: Settings = LIFTED, deployment: Deployment = HOPPER, **more) -
 
 def bind(path: CudaPath, model: Module) -> None:
     path.loaded(model)
-    path.bound(caches())
+    held = caches()
+    path.bound(lambda: held)
 
 
 def capture(path: CudaPath, model: Module, tokens: int = 4, step=None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -111,10 +112,10 @@ def test_caches_bound_anew_make_a_new_generation(monkeypatch):
     capture(path, model)
     first = path.executor
     again = caches()
-    path.bound(again)
+    path.bound(lambda: again)
     assert path.executor is None and path.generation == 2
     capture(path, model)
-    assert path.executor is not first and path.executor.caches is again
+    assert path.executor is not first and path.executor.bound() is again
 
 
 def test_eager_and_piecewise_steps_are_standard_and_say_why(monkeypatch):

@@ -125,7 +125,7 @@ def test_the_state_tells_of_load_and_binding(state):
     assert state.fast.calls == [("loaded", "weights")] and cuda._path is state.fast
     state.initialize_kv_cache(None, None)
     name, caches = state.fast.calls[-1]
-    assert name == "bound" and caches.latent["layers.0"].shape == (2, 64, 576)
+    assert name == "bound" and caches().latent["layers.0"].shape == (2, 64, 576)
 
 
 def test_the_state_tells_captures_from_steps(state):

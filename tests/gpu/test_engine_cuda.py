@@ -156,7 +156,7 @@ def test_padded_rows_write_no_state(llm):
 
     take(llm, "fast")
     complete(llm, prompts(3), tokens=2)
-    caches = text_model(llm).fast.executor.caches
+    caches = text_model(llm).fast.executor.bound()
     held = [*caches.conv.values(), *caches.state.values(), *caches.latent.values()]
     before = [cache[0].clone() for cache in held]
     complete(llm, prompts(3), tokens=8)

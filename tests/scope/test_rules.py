@@ -32,6 +32,7 @@ REFUSED = [
     ({"replay_ssm": True}, Reason.REPLAY_SSM),
     ({"features": ("no AttnRes",)}, Reason.MODEL_FEATURES),
     ({"offload": True}, Reason.OFFLOAD),
+    ({"options": ("batch invariance",)}, Reason.OPTIONS),
 ]
 CUDA = dataclasses.replace(PLAIN, platform="cuda", device_arch="sm_90a", runner="v2", cudagraph="full_and_piecewise")
 REFUSED_ON_CUDA = [

@@ -177,6 +177,13 @@ class Reason(enum.Enum):
         "Leave `--cpu-offload-gb` and the offload groups at 0.",
     )
 
+    OPTIONS = Explained(
+        "options",
+        Level.DEPLOYMENT,
+        "An option asks of each layer what the fast path, which does not call vLLM's layers, would silently leave out.",
+        "Serve without the options that the detail names.",
+    )
+
     # -- weights and caches ----------------------------------
     WEIGHTS_LAYOUT = Explained(
         "weights_layout",

@@ -35,7 +35,9 @@ def compile_missing(specs: Iterable[build.KernelSpec], arch: str, say: Callable[
     if not missing:
         return 0
     jobs = max(1, min(int(os.environ.get("K3FAST_JOBS", os.cpu_count() or 1)), len(missing)))
-    say(f"compiling {len(missing)} kernels for {arch} in {jobs} processes; `k3fast kernels compile` does it ahead of time")
+    say(
+        f"compiling {len(missing)} kernels for {arch} in {jobs} processes; the next start finds them in {build.store.folders[-1]}"
+    )
     started = said = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "work.pickle"

@@ -110,8 +110,9 @@ class FastModelState(MambaHybridModelState):
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, block_tables)
         layers = self.vllm_config.compilation_config.static_forward_context
-        if self.fast.model is not None:
-            self.fast.bound(caches_of(self.fast.model, lambda name: layers[name].kv_cache))
+        model = self.fast.model
+        if model is not None:
+            self.fast.bound(lambda: caches_of(model, lambda name: layers[name].kv_cache))
 
     def prepare_attn(
         self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, for_capture: bool = False, **kwargs: Any

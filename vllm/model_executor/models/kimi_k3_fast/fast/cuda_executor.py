@@ -84,13 +84,14 @@ class StartUp:
 
 @dataclass
 class Executor:
-    """Runs steps over `model` and `caches`. pages: width of each MLA layer's block table. ranks: of the tensor-parallel group.
+    """Runs steps over `model` and the caches that `bound` finds. pages: width of each MLA layer's block table. ranks: of the
+    tensor-parallel group. No cache is held here: vLLM frees those of its memory profile while this executor still stands.
 
     Raises ValueError in `prepare` where an operator has no kernel for a shape.
     """
 
     model: Model
-    caches: Caches
+    bound: Callable[[], Caches]
     pages: Mapping[str, int]
     arch: str
     ranks: int = 1
@@ -185,6 +186,7 @@ class Executor:
         for prev, delta, write, norm in self.mixes():
             config = attn_res.Config(tokens, m.hidden, prev, delta, write, norm, m.eps, closed=m.closed, rows=ROWS)
             mixes[prev, delta, write, norm] = plain(attn_res, config)
+        caches = self.bound()
         matmul: dict[tuple[str, int, int], Any] = {}
         recurrent: dict[str, Any] = {}
         attending: dict[str, Any] = {}
@@ -213,7 +215,7 @@ class Executor:
                     a.heads,
                     tokens,
                     rows,
-                    block_size=self.caches.latent[a.name].shape[1],
+                    block_size=caches.latent[a.name].shape[1],
                     pages=self.pages[a.name],
                     q_rank=a.q_b.shape[1],
                     norm_eps=a.norm_eps,
@@ -260,10 +262,10 @@ class Executor:
         if ready is None:
             raise ValueError(f"expected a batch of one of {sorted(self.ready)} rows, for which kernels are ready, found {tokens}")
         self.prefix[:tokens].copy_(embedded)
-        delta = self.delta[:tokens]
+        delta, caches = self.delta[:tokens], self.bound()
         for layer in self.model.layers:
             self._mix(ready, self._before_attention(layer), layer.attention_mix, delta, self.mixed)
-            after = self._attention(ready, layer, step)
+            after = self._attention(ready, layer, step, caches)
             self._mix(ready, self._before_mlp(layer), layer.mlp_mix, delta if after is None else after, self.mixed)
             mixed = self.mixed[:tokens]
             delta = layer.mlp.forward(mixed) if isinstance(layer.mlp, Dense) else self._experts(ready, layer.mlp, step, mixed)
@@ -274,18 +276,18 @@ class Executor:
         plan = ready.attn_res[key]
         attn_res.run(plan, mix.score, mix.norm, delta, self.blocks, self.prefix, out[: ready.tokens])
 
-    def _attention(self, ready: Ready, layer: Layer, step: StepTensors) -> torch.Tensor | None:
+    def _attention(self, ready: Ready, layer: Layer, step: StepTensors, caches: Caches) -> torch.Tensor | None:
         """Up to the prefix. Returns what AttnRes has still to add to it, if anything."""
         a, t, hidden = layer.attention, ready.tokens, self.model.hidden
         rows, inner = a.in_proj.shape[0], a.o_proj.shape[1]
         packed, y = self.packed[: t * rows].view(t, rows), self.y[: t * inner].view(t, inner)
         projection.run(ready.matmul["in", rows, hidden], self.mixed[:t], a.in_proj, packed)
         if isinstance(a, Kda):
-            slots, conv, state = step.slots[a.name], self.caches.conv[a.name], self.caches.state[a.name]
+            slots, conv, state = step.slots[a.name], caches.conv[a.name], caches.state[a.name]
             weights = (a.conv, a.f_b, a.a_log, a.dt_bias, a.out_norm)
             kda.run(ready.kda[a.name], packed, *weights, slots, conv, state, y)
         else:
-            self._mla(ready, a, step, packed, y)
+            self._mla(ready, a, step, caches.latent[a.name], packed, y)
         update = self._update(layer)
         if update != "out":
             oproj.run(ready.matmul[update, hidden, inner], y, a.o_proj, self.prefix[:t])
@@ -298,8 +300,8 @@ class Executor:
             return None
         return summed
 
-    def _mla(self, ready: Ready, a: Mla, step: StepTensors, packed: torch.Tensor, y: torch.Tensor) -> None:
-        where = (step.rows[a.name], self.caches.latent[a.name], step.tables[a.name], step.lengths[a.name])
+    def _mla(self, ready: Ready, a: Mla, step: StepTensors, cache: torch.Tensor, packed: torch.Tensor, y: torch.Tensor) -> None:
+        where = (step.rows[a.name], cache, step.tables[a.name], step.lengths[a.name])
         weights = (a.q_norm, a.kv_norm, a.q_b, a.w_uk, a.w_uv)
         mla.run(ready.mla[a.name], packed, *weights, self.scales, *where, y, ready.mla_scratch)
 

@@ -70,7 +70,7 @@ class CudaPath:
         self.executor: Executor | None = None
         self.staged: StepKey | None = None
         self._gather = all_gather
-        self._caches: Caches | None = None
+        self._bound: Callable[[], Caches] | None = None
         self._turned_away: str | None = None
         mutations: list[Mutation] = []
         if not self.refusals:
@@ -115,19 +115,20 @@ class CudaPath:
             refusal = Refusal(Reason.WEIGHTS_LAYOUT, str(error))
         self._agree(refusal)
 
-    def bound(self, caches: Caches) -> None:
-        """vLLM bound caches: views of them belong to a new generation. Kernels are made at the first warm-up behind it."""
+    def bound(self, caches: Callable[[], Caches]) -> None:
+        """vLLM bound caches: a new generation begins. Kernels are made at the first warm-up behind it. caches: finds them where
+        vLLM has them; nothing is held here, since vLLM frees the caches of its memory profile."""
         self.generation += 1
-        self._caches, self.executor, self.staged = caches, None, None
+        self._bound, self.executor, self.staged = caches, None, None
 
     def _prepare(self, step: StepTensors) -> None:
         """Kernels and buffers of every size, once for each binding: in the first warm-up, which knows the block tables' width."""
-        assert self.model is not None and self._caches is not None
+        assert self.model is not None and self._bound is not None
         refusal, executor = None, None
         try:
-            check_caches(self._caches)
+            check_caches(self._bound())
             pages = {name: table.shape[1] for name, table in step.tables.items()}
-            executor = Executor(self.model, self._caches, pages, self.arch, self.ranks, self.reduce, self.device)
+            executor = Executor(self.model, self._bound, pages, self.arch, self.ranks, self.reduce, self.device)
             executor.prepare(self.sizes, lambda text: logger.info("Kimi K3 fast path: %s", text))
         except (ValueError, RuntimeError, TypeError, OSError) as error:
             logger.exception("Kimi K3 fast path: not prepared")

@@ -137,8 +137,9 @@ class Prepared:
 
     def rebuild(self) -> None:
         """After stock's weights were changed in place (a test or a benchmark does; a server refuses)."""
-        for made, make in self._made:
-            made.copy_(make())
+        with torch.no_grad():
+            for made, make in self._made:
+                made.copy_(make())
 
 
 class KeptExperts:

@@ -44,6 +44,7 @@ class Deployment:
     offload: bool = False  # weights move between host and device
     attention_heads: int = 0
     kda_heads: int = 0
+    options: tuple[str, ...] = ()  # vLLM's, that ask something of every layer as it runs
     features: tuple[str, ...] = ()  # of the model's configuration, those that the fast path does not plan
 
     def facts(self) -> dict[str, str]:
@@ -99,8 +100,19 @@ def read(vllm_config: Any) -> Deployment:
         offload=offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         attention_heads=int(getattr(text, "num_attention_heads", 0) or 0),
         kda_heads=int(linear.get("num_heads", 0) or 0),
+        options=_options_of_layers(vllm_config, envs),
         features=_features_not_planned(text, linear, bool(quantization)),
     )
+
+
+def _options_of_layers(vllm_config: Any, envs: Any) -> tuple[str, ...]:
+    """What is asked of layers as they run, or of weights while they serve."""
+    wanted = {
+        "routed experts returned with the output": vllm_config.aux_output_config.enabled,
+        "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
+        "weight transfer": vllm_config.weight_transfer_config is not None,
+    }
+    return tuple(name for name, found in wanted.items() if found)
 
 
 def _features_not_planned(text: Any, linear: Any, quantized: bool) -> tuple[str, ...]:

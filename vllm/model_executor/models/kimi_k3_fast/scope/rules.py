@@ -150,5 +150,6 @@ _feature(Reason.SPECULATION, lambda d: f"speculative method {d.speculation}" if 
 _feature(Reason.KV_CONNECTOR, lambda d: f"KV connector {d.kv_connector}" if d.kv_connector else None)
 _feature(Reason.SLEEP_MODE, lambda d: "sleep mode is enabled" if d.sleep_mode else None)
 _feature(Reason.PROMPT_EMBEDS, lambda d: "prompt embeddings are enabled" if d.prompt_embeds else None)
+_feature(Reason.OPTIONS, lambda d: f"asked for {', '.join(d.options)}" if d.options else None)
 _feature(Reason.OFFLOAD, lambda d: "weights are offloaded" if d.offload else None)
 _feature(Reason.REPLAY_SSM, lambda d: "ReplaySSM is enabled" if d.replay_ssm else None)
