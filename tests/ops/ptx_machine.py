@@ -643,7 +643,7 @@ class Launch:
         registers = operands[0] if load else operands[1]
         address = self._address(operands[1] if load else operands[0], scopes)
         names = registers.strip("{} ").replace(" ", "").split(",") if registers.startswith("{") else [registers]
-        sources = None if load else [self._source(n, kind, scopes) for n in names]
+        sources = None if load else [self._source(n, "b" + kind[1:], scopes) for n in names]
         targets = [self._named(n, scopes) for n in names] if load else []
         total, shared = size * len(names), any(p.startswith("shared") for p in parts)
 
