@@ -6,9 +6,11 @@ the model. The time of a layer is the graph's median over LAYERS; launches are c
 
     python benchmarks/layer_chain.py --json OUT [--slices 8,16] [--batches 1,8] [--timeline DIR]
 
-`--tactics` compares ways to cut the four matmuls in one run: "default;p128;k4 d8 r2 p64" measures three chains. A letter sets a
-field of `Tactic` (LETTERS), `g1` makes one group of every tile of rows, the other fields stay as the default has them.
-`--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits its processes.
+`--tactics` compares ways to cut the four matmuls in one run: "default;k4 d8;ring c512 z168;tail=ring,front=ring c256" measures
+four chains; a matmul that is not named keeps its default. A letter sets a field of `Tactic` (LETTERS), `g1` makes one group of
+every tile of rows, `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f) and splits (s). Below a result
+stands how much later than all kernels before it each kernel of a layer ends: what it costs the chain.
+`--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from benchmarks.ops.ahead import compile_all
 from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
-from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE, ring_tactic
 
 D, LATENT, EXPERTS, TOP_K, HEAD = 7168, 3584, 896, 16, 128
 LAYERS = 4
@@ -113,7 +115,27 @@ def matmuls(s: Slice, batch: int) -> dict[str, Any]:
     }
 
 
-def cut(op: Any, config: Any, text: str, arch: str) -> Any:
+def cut(name: str, config: Any, text: str, arch: str) -> Any:
+    """The config of one matmul with the tactic that `text` has for it: one for all, or name=tactic,name=tactic."""
+    if "=" in text:
+        text = dict(part.strip().split("=") for part in text.split(",")).get(name, "default")
+    if not text.startswith("ring"):
+        return cut_by_letters(OPS[name], config, text, arch)
+    sizes = {word[0]: int(word[1:]) for word in text.split()[1:]}
+    names = {"c": "chunk", "f": "fetchers", "s": "splits"}
+    options = {names[letter]: size for letter, size in sizes.items() if letter in names}
+    if "z" in sizes:
+        options["space"] = sizes["z"] * 1024
+    whole = {"whole": TILE} if name == "front" else {}
+    rows = sum(config.rows) if name == "front" else config.rows
+    found = replace(config, tactic=ring_tactic(rows, config.shape.columns, config.tokens, **options, **whole))
+    refusal = OPS[name].unavailable_reason(found, arch)
+    if refusal:
+        print(f"no {text!r} for {config}: {refusal}", flush=True)
+    return config if refusal else found
+
+
+def cut_by_letters(op: Any, config: Any, text: str, arch: str) -> Any:
     """The config with the tactic that `text` describes: "default", or fields by letter, such as "k4 d8". `g2` makes groups of two
     tiles, as many as the rows need. More splits mean fewer groups; row warps are as many as the rows need, unless given. A matmul
     that cannot be cut so keeps its default.
@@ -158,7 +180,7 @@ class Chain:
         self.conv = [bf16(batch + 1, 3, 3 * inner) for _ in weights]
         self.state = [torch.randn(batch + 1, s.heads, HEAD, HEAD, device="cuda") * 0.1 for _ in weights]
         self.attn_res = attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch)
-        matmul = {n: OPS[n].plan(cut(OPS[n], c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
+        matmul = {n: OPS[n].plan(cut(n, c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
         self.in_proj, self.o_proj, self.front, self.tail = (matmul[n] for n in ("in_proj", "o_proj", "front", "tail"))
         self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
         self.experts = experts.plan(experts.Config(batch, width=s.width), arch)
@@ -268,6 +290,28 @@ def kernels(graph: torch.cuda.CUDAGraph) -> list[tuple[float, float, str]]:
     return sorted((start - first, us, name) for start, us, name in rows)
 
 
+def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str, float]]:
+    """(name, us) of each kernel of a layer, in order: how much later than all before it ended; mean over all layers but the
+    first.
+    """
+    ends, last = [0.0] * launches, 0.0
+    for i, (start, us, _) in enumerate(rows):
+        if i >= launches:
+            ends[i % launches] += max(start + us - last, 0.0)
+        last = max(last, start + us)
+    short = [name.removeprefix("kernel_cutlass__").split("_Static")[0].split("_Dynamic")[0] for _, _, name in rows[:launches]]
+    return [(name, total / (len(rows) / launches - 1)) for name, total in zip(short, ends, strict=True)]
+
+
+def specs_of(s: Slice, batch: int, tactics: list[str], arch: str) -> list[build.KernelSpec]:
+    """Every kernel of a chain."""
+    found = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
+    routed = experts.plan(experts.Config(batch, width=s.width), arch, compiled=False)
+    found += [attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch).spec, *routed.specs]
+    found += [moe_front.topk_spec(moe_front.TopkConfig(batch, grouped=routed.tactic.grouped))]
+    return [*found, kda.plan(kda.Config(s.heads, batch, kda.columns(s.heads)), arch, load=False).spec]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -279,17 +323,12 @@ def main() -> None:
     parser.add_argument("--commit")
     options = parser.parse_args()
     tactics = [text.strip() for text in options.tactics.split(";")]
+    cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
+    arch = options.compile or build.device_arch()
+    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch)), arch)
     if options.compile:
-        cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
-        specs = [
-            OPS[n].spec(cut(OPS[n], c, text, options.compile))
-            for s, b in cases
-            for text in tactics
-            for n, c in matmuls(s, b).items()
-        ]
-        compile_all(dict.fromkeys(specs), options.compile)
         return
-    arch, results = build.device_arch(), []
+    results = []
     peak = COPY_BYTES_PER_SECOND.get(torch.cuda.get_device_name())
     for full_tp in map(int, options.slices.split(",")):
         s = Slice(full_tp)
@@ -318,10 +357,12 @@ def main() -> None:
                 }
             )
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
+            results[-1]["costs_us"] = costs(rows, round(launches))
+            print("   ", " ".join(f"{name} {us:.1f}" for name, us in results[-1]["costs_us"]), flush=True)
             if options.timeline:
                 options.timeline.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{start:.1f} {us:.1f} {name[:120]}\n" for start, us, name in rows)
-                case = f"tp{full_tp}_b{batch}_{tactic.replace(' ', '-')}"
+                case = f"tp{full_tp}_b{batch}_{tactic.replace(' ', '-')}"[:100]
                 (options.timeline / f"{case}.txt").write_text(text)
         del weights
         torch.cuda.empty_cache()
