@@ -7,7 +7,7 @@ import pytest
 
 from vllm.model_executor.models.kimi_k3_fast.reasons import Level, Reason
 from vllm.model_executor.models.kimi_k3_fast.scope import Deployment, refusals, rules
-from vllm.model_executor.models.kimi_k3_fast.settings import Sampling, Settings
+from vllm.model_executor.models.kimi_k3_fast.settings import Settings
 
 PLAIN = Deployment(attention_heads=8, kda_heads=8)
 REFUSED = [
@@ -78,13 +78,6 @@ def test_a_gpu_without_a_recorded_run_needs_the_operator_to_say_so(arch):
     assert refusals(dataclasses.replace(CUDA, device_arch=arch), Settings(allow_unvalidated=True)) == ()
 
 
-@pytest.mark.parametrize("sampled", [{"audit": Sampling(5)}, {"shadow": Sampling(5)}])
-def test_sampling_is_refused_where_steps_are_graphs(sampled):
-    found = refusals(CUDA, Settings(allow_unvalidated=True, **sampled))
-    assert [r.reason for r in found] == [Reason.GUARD_SAMPLING] and next(iter(sampled)) in found[0].detail
-    assert refusals(PLAIN, Settings(**sampled)) == ()
-
-
 def test_all_reasons_are_given_at_once():
     changes = {k: v for change, _ in REFUSED for k, v in change.items()}
     found = {r.reason for r in refusals(dataclasses.replace(PLAIN, **changes), Settings(mode="off"))}
@@ -92,7 +85,7 @@ def test_all_reasons_are_given_at_once():
 
 
 def test_every_deployment_reason_has_a_rule():
-    covered = {reason for _, reason in REFUSED + REFUSED_ON_CUDA} | {Reason.MODE_OFF, Reason.GUARD_SAMPLING}
+    covered = {reason for _, reason in REFUSED + REFUSED_ON_CUDA} | {Reason.MODE_OFF}
     elsewhere = {Reason.BASE_VERSION}
     source = Path(rules.__file__).read_text(encoding="utf-8")
     named = {r for r in Reason if r.level is Level.DEPLOYMENT and r.name in source}
@@ -101,6 +94,5 @@ def test_every_deployment_reason_has_a_rule():
 
 def test_readers_find_every_refusal_in_the_table_of_support():
     table = (Path(__file__).parents[2] / "docs/support.md").read_text(encoding="utf-8").partition("## Refused")[2]
-    named = {reason for _, reason in REFUSED + REFUSED_ON_CUDA} | {Reason.GUARD_SAMPLING}
-    missing = {reason.code for reason in named if f"`{reason.code}`" not in table}
+    missing = {reason.code for _, reason in REFUSED + REFUSED_ON_CUDA if f"`{reason.code}`" not in table}
     assert not missing

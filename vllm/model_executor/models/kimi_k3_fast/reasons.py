@@ -158,12 +158,6 @@ class Reason(enum.Enum):
         "On GPUs fast steps are FULL CUDA graphs of decode batches, and none are captured.",
         "Leave `--enforce-eager` off and cudagraph_mode at FULL_AND_PIECEWISE or FULL_DECODE_ONLY.",
     )
-    GUARD_SAMPLING = Explained(
-        "guard_sampling",
-        Level.DEPLOYMENT,
-        "Audit and shadow run a step's parts one by one on the host's word; a replayed CUDA graph is one launch.",
-        "Leave `audit` and `shadow` at 0 on GPUs.",
-    )
     STATE_LAYOUT = Explained(
         "state_layout",
         Level.DEPLOYMENT,

@@ -138,6 +138,11 @@ class Executor:
         self.offsets, self.pairs, self.active = whole(chosen + 1), whole(pairs), whole(chosen)
         self.num_active, self.arrived = whole(1), whole(1)
 
+    @property
+    def caches(self) -> Caches:
+        """The caches that are bound now."""
+        return self.bound()
+
     # -- before capture ----------------------------------------
 
     def prepare(self, sizes: Iterable[int], say: Callable[[str], None] = lambda text: None) -> None:

@@ -95,14 +95,6 @@ def cuda_graphs(d: Deployment, _: Settings) -> Refusal | None:
 
 
 @rule
-def guard_sampling(d: Deployment, settings: Settings) -> Refusal | None:
-    asked = [name for name in ("audit", "shadow") if getattr(settings, name).every]
-    if d.platform != "cuda" or not asked:
-        return None
-    return Refusal(Reason.GUARD_SAMPLING, f"expected no sampling of steps on GPUs, found {' and '.join(asked)}")
-
-
-@rule
 def state_layout(d: Deployment, _: Settings) -> Refusal | None:
     if d.platform != "cuda" or (d.state_dtype in ("float32", "auto") and d.conv_layout == "SD"):
         return None
