@@ -2,16 +2,20 @@
 // Arrays are heap blocks of exactly the size an operator may touch, so that one element too many is a report. A call with a bad index
 // must fail and write nothing; a good one must give finite numbers that agree between instruction sets.
 //
-//     driver SECONDS [SEED]
+//     driver SECONDS [SEED [dense|kda|mla|moe]]     prints the number of valid and of refused cases of each operator
+//     driver steady [SEED]                          plays the same cases twice, and prints how often calls allocated each time
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 extern "C" {
@@ -25,7 +29,7 @@ int k3_mix(float*, int64_t, const void*, const float*, const float*, void*, int6
 int k3_rms_norm(const void*, int64_t, const float*, void*, int64_t, int64_t, int64_t, float);
 int k3_situ(const void*, int64_t, void*, int64_t, int64_t, int64_t, float, float, int64_t, int64_t);
 int k3_kda(const void*, int64_t, void*, const int64_t*, int64_t, float*, int64_t, const void*, int64_t, int64_t, const float*, const void*, const float*,
-           const float*, const float*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t);
+           const float*, const float*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const int64_t*, const uint8_t*, int64_t);
 int k3_mla_rows(const void*, int64_t, const float*, const float*, void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int64_t, int64_t,
                 int64_t, int64_t, int64_t, int64_t, int64_t, float);
 int k3_mla_absorb(const void*, const void*, int64_t, int64_t, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
@@ -39,9 +43,42 @@ int k3_experts(const void*, int64_t, const int64_t*, const float*, const uint8_t
 
 namespace {
 
+std::atomic<bool> counting;  // while an operator runs
+std::atomic<int64_t> allocations;
+void* counted(void* memory) {
+    if (counting) ++allocations;
+    return memory;
+}
+
+}  // namespace
+
+#ifndef __SANITIZE_ADDRESS__
+// In front of the C library's, for everything in this process: the kernels and the OpenMP runtime under them.
+extern "C" {
+void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void*, size_t), *__libc_memalign(size_t, size_t);
+void* malloc(size_t size) { return counted(__libc_malloc(size)); }
+void* calloc(size_t count, size_t size) { return counted(__libc_calloc(count, size)); }
+void* realloc(void* memory, size_t size) { return counted(__libc_realloc(memory, size)); }
+void* aligned_alloc(size_t alignment, size_t size) { return counted(__libc_memalign(alignment, size)); }
+}
+#endif
+
+namespace {
+
 std::mt19937_64 random_bits;
+bool steady = false;
+struct Count {
+    int64_t valid, refused;
+};
+std::map<std::string, Count> cases;
+
 int64_t between(int64_t low, int64_t high) { return low + int64_t(random_bits() % uint64_t(high - low + 1)); }
 bool one_in(int64_t n) { return between(1, n) == 1; }
+// A server's threads stay; the runtime may keep other memory for another number of them.
+int64_t any_threads() {
+    const int64_t drawn = between(1, 3);
+    return steady ? 2 : drawn;
+}
 
 // A heap block of fp32 or bf16 numbers, exactly as long as said.
 struct Numbers {
@@ -105,11 +142,14 @@ void agree(const char* op, const Numbers& first, const Numbers& found) {
 template <class Call>
 void everywhere(const char* op, std::vector<Numbers*> outputs, bool bad, Call call) {
     std::vector<Numbers> before, first;
+    ++(bad ? cases[op].refused : cases[op].valid);
     for (Numbers* out : outputs) before.push_back(out->copy());
     for (int64_t level = 0; k3_available(level); ++level) {
         if (k3_set_level(level)) stop(op, "set_level failed");
         for (size_t i = 0; i < outputs.size(); ++i) *outputs[i] = before[i].copy();
+        counting = true;
         const int failed = call();
+        counting = false;
         if (bad != (failed != 0)) stop(op, bad ? "expected a refusal" : "expected a result");
         for (size_t i = 0; i < outputs.size(); ++i) {
             if (bad && !outputs[i]->same(before[i])) stop(op, "a refused call wrote");
@@ -122,7 +162,7 @@ void everywhere(const char* op, std::vector<Numbers*> outputs, bool bad, Call ca
 int64_t any_type() { return between(0, 1); }
 
 void dense() {
-    const int64_t type = any_type(), tokens = between(0, 9), rows = between(1, 40), k = between(1, 90), threads = between(1, 3);
+    const int64_t type = any_type(), tokens = between(0, 9), rows = between(1, 40), k = between(1, 90), threads = any_threads();
     Numbers x(type, tokens * k), w(type, 2 * rows * k), out(type, tokens * rows), wide(type, tokens * 2 * rows);
     const bool bad = one_in(8), bounded = one_in(2);
     everywhere("linear", {&out}, bad, [&] { return k3_linear(x.data(), bad ? k - 1 : k, w.data(), k, out.data(), type, tokens, rows, k, threads); });
@@ -138,6 +178,22 @@ void dense() {
     });
 }
 
+// An index vector in memory: 4 or 8 bytes an entry, entries apart, nothing behind the last.
+struct Entries {
+    int64_t bytes = one_in(2) ? 4 : 8, stride = between(1, 3);
+    std::unique_ptr<uint8_t[]> memory;
+    explicit Entries(const std::vector<int64_t>& values) {
+        if (values.empty()) return;
+        for (const int64_t value : values)
+            if (value != int32_t(value)) bytes = 8;
+        memory.reset(new uint8_t[size_t(((int64_t(values.size()) - 1) * stride + 1) * bytes)]);
+        for (size_t i = 0; i < values.size(); ++i) {
+            const int32_t narrow = int32_t(values[i]);
+            memcpy(memory.get() + int64_t(i) * stride * bytes, bytes == 8 ? static_cast<const void*>(&values[i]) : &narrow, size_t(bytes));
+        }
+    }
+};
+
 // Distinct indices in [0, count); with `bad`, one of them is out of range or there twice.
 std::vector<int64_t> distinct(int64_t tokens, int64_t count, int64_t low, bool bad) {
     std::vector<int64_t> all, chosen(size_t(tokens), -1);
@@ -150,28 +206,42 @@ std::vector<int64_t> distinct(int64_t tokens, int64_t count, int64_t low, bool b
 }
 
 void kda() {
-    const int64_t type = any_type(), conv_type = any_type(), tokens = between(1, 4), heads = between(1, 2), dim = 16 * between(1, 3), rank = between(1, 20);
-    const int64_t width = heads * dim, ldx = 4 * width + rank + heads + between(0, 3), count = between(1, 6), threads = between(1, 3);
+    const int64_t type = any_type(), conv_type = any_type(), tokens = one_in(3) ? between(5, 40) : between(1, 4), heads = between(1, 2), dim = 16 * between(1, 3), rank = between(1, 20);
+    const int64_t width = heads * dim, ldx = 4 * width + rank + heads + between(0, 3), count = between(1, 6), threads = any_threads();
     const bool bad = one_in(3), channel_first = one_in(2);
     Numbers packed(type, tokens * ldx), conv_state(conv_type, count * 9 * width), state(0, count * width * dim, 0.3f), out(type, tokens * width);
     Numbers conv(0, 12 * width), f_b(type, width * rank), decay(0, heads), bias(0, width), norm(0, dim);
     const int64_t strides[2][3] = {{9 * width, 3 * width, 1}, {9 * width, 1, 3}};
-    const std::vector<int64_t> slots = distinct(tokens, count, 1, bad);
-    everywhere("kda", {&out, &state, &conv_state}, bad, [&] {
-        return k3_kda(packed.data(), ldx, conv_state.data(), strides[channel_first], conv_type, state.floats(), width * dim, slots.data(), 8, 1, conv.floats(), f_b.data(),
-                      decay.floats(), bias.floats(), norm.floats(), out.data(), type, tokens, heads, dim, rank, count, -5, threads);
-    });
+    const Entries slots(distinct(tokens, count, 1, bad));
+    auto run = [&](const Entries& slots, int64_t requests, const int64_t* starts, const uint8_t* resumed) {
+        return k3_kda(packed.data(), ldx, conv_state.data(), strides[channel_first], conv_type, state.floats(), width * dim, slots.memory.get(), slots.bytes, slots.stride, conv.floats(),
+                      f_b.data(), decay.floats(), bias.floats(), norm.floats(), out.data(), type, tokens, heads, dim, rank, count, -5, requests, starts, resumed, threads);
+    };
+    everywhere("kda", {&out, &state, &conv_state}, bad, [&] { return run(slots, -1, nullptr, nullptr); });
+
+    // The same tokens as prompts: some requests without tokens, some without a slot, some that go on.
+    const int64_t requests = between(1, 4);
+    std::unique_ptr<int64_t[]> starts(new int64_t[size_t(requests + 1)]);
+    std::unique_ptr<uint8_t[]> resumed(new uint8_t[size_t(requests)]);
+    for (int64_t r = 0; r <= requests; ++r) starts[size_t(r)] = r == 0 ? 0 : r == requests ? tokens : between(0, tokens);
+    std::sort(starts.get(), starts.get() + requests + 1);
+    for (int64_t r = 0; r < requests; ++r) resumed[size_t(r)] = one_in(2);
+    const int64_t fault = one_in(3) ? between(1, 3) : 0;
+    const Entries owners(distinct(requests, count, 1, fault == 1));
+    if (fault == 2) starts[size_t(one_in(2) ? 0 : requests)] += one_in(2) ? 1 : -1;
+    if (fault == 3) starts[size_t(between(0, requests))] = one_in(2) ? tokens + between(1, 9) : -between(1, 9);
+    everywhere("kda_prompt", {&out, &state, &conv_state}, fault, [&] { return run(owners, requests, starts.get(), resumed.get()); });
 }
 
 void mla() {
     const int64_t type = any_type(), cache_type = any_type(), tokens = between(1, 4), heads = between(1, 5), latent = between(1, 40), shared = between(0, 9);
-    const int64_t q_rank = between(1, 20), block = between(1, 20), columns = between(1, 20), blocks = between(1, 30), width = latent + shared, threads = between(1, 3);
+    const int64_t q_rank = between(1, 20), block = between(1, 20), columns = between(1, 20), blocks = between(1, 30), width = latent + shared, threads = any_threads();
     Numbers packed(type, tokens * (q_rank + width)), q_norm(0, q_rank), kv_norm(0, latent), q(type, tokens * q_rank), cache(cache_type, blocks * block * width);
     const bool bad = one_in(3);
-    const std::vector<int64_t> slots = distinct(tokens, blocks * block, 0, bad);
+    const Entries slots(distinct(tokens, blocks * block, 0, bad));
     everywhere("mla_rows", {&q, &cache}, bad, [&] {
-        return k3_mla_rows(packed.data(), q_rank + width, q_norm.floats(), kv_norm.floats(), q.data(), cache.data(), cache_type, blocks, block, block * width, width, slots.data(), 8, 1,
-                           type, tokens, q_rank, latent, shared, 1e-5f);
+        return k3_mla_rows(packed.data(), q_rank + width, q_norm.floats(), kv_norm.floats(), q.data(), cache.data(), cache_type, blocks, block, block * width, width, slots.memory.get(), slots.bytes,
+                           slots.stride, type, tokens, q_rank, latent, shared, 1e-5f);
     });
     Numbers query(type, tokens * heads * width), out(0, tokens * heads * latent);
     std::vector<int32_t> table(size_t(tokens * columns)), lengths(static_cast<size_t>(tokens));
@@ -200,7 +270,7 @@ void mla() {
 
 void moe() {
     const int64_t type = any_type(), tokens = between(1, 9), experts = between(1, 12), top_k = between(1, experts), latent = 32 * between(1, 3), width = 32 * between(1, 3);
-    const int64_t threads = between(1, 3);
+    const int64_t threads = any_threads();
     Numbers x(type, tokens * latent), gate(0, experts * latent, 0.1f), bias(0, experts), weights(0, tokens * top_k), out(type, tokens * latent);
     std::unique_ptr<int64_t[]> ids(new int64_t[size_t(tokens * top_k)]);
     everywhere("route", {&weights}, false, [&] {
@@ -226,16 +296,31 @@ void moe() {
 
 }  // namespace
 
+struct Group {
+    const char* name;
+    void (*run)();
+};
+constexpr Group groups[] = {{"dense", dense}, {"kda", kda}, {"mla", mla}, {"moe", moe}};
+
 int main(int count, char** arguments) {
-    const double seconds = count > 1 ? atof(arguments[1]) : 1;
-    random_bits.seed(count > 2 ? strtoull(arguments[2], nullptr, 10) : 1);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    int64_t rounds = 0;
-    for (; rounds == 0 || std::chrono::steady_clock::now() < end; ++rounds) {
-        dense();
-        kda();
-        mla();
-        moe();
+    const std::string first = count > 1 ? arguments[1] : "1", only = count > 3 ? arguments[3] : "";
+    const uint64_t seed = count > 2 ? strtoull(arguments[2], nullptr, 10) : 1;
+    steady = first == "steady";
+    if (steady) {
+        for (int pass = 0; pass < 2; ++pass) {
+            random_bits.seed(seed);
+            allocations = 0;
+            for (int64_t round = 0; round < 20; ++round)
+                for (const Group& group : groups) group.run();
+            printf("%lld\n", (long long)allocations);
+        }
+        return 0;
     }
-    printf("%lld rounds of all operators\n", (long long)rounds);
+    random_bits.seed(seed);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(atof(first.c_str()));
+    do
+        for (const Group& group : groups)
+            if (only.empty() || only == group.name) group.run();
+    while (std::chrono::steady_clock::now() < end);
+    for (const auto& [op, made] : cases) printf("%s %lld %lld\n", op.c_str(), (long long)made.valid, (long long)made.refused);
 }

@@ -8,6 +8,8 @@ import pytest
 import torch
 from cases import attend_case, expert_weights, kda_case, normal
 
+from vllm.model_executor.models.kimi_k3_fast.ops.cpu import library
+
 BF16, INT = torch.bfloat16, torch.int64
 
 
@@ -41,6 +43,29 @@ def test_dense_others(best):
     refused(
         lambda: best.mix(torch.zeros(1, 3, 8).expand(2, 3, 8), None, score, None, 1e-5, torch.float32), "24 elements apart", "0"
     )
+
+
+def test_kda_prompt(best):
+    packed, conv_state, state, w, _ = kda_case(5, 1, BF16, 6)
+    before = conv_state.clone(), state.clone()
+
+    def prompt(starts=(0, 3, 5), slots=(1, 2), resumed=(True, False), w=w, index=INT, flag=torch.bool):
+        where = torch.tensor(slots), torch.tensor(starts, dtype=index), torch.tensor(resumed, dtype=flag)
+        return lambda: best.kda_prompt(packed, conv_state, state, *where, w, BF16)
+
+    refused(prompt(starts=(1, 3, 5)), "starts from 0 to 5", "found 1 to 5")
+    refused(prompt(starts=(0, 3, 6)), "found 0 to 6")
+    refused(prompt(starts=(0, 3, 4)), "found 0 to 4")
+    refused(prompt(starts=(0, 2**40, 5)), "ascending", str(2**40))
+    refused(prompt(starts=(0, -1, 5)), "ascending", "-1")
+    refused(prompt(starts=(0, 5)), "starts", "(3,)")
+    refused(prompt(index=torch.int32), "starts", "int64")
+    refused(prompt(flag=INT), "resumed", "bool")
+    refused(prompt(slots=(1, 6)), "slots", "found 6 in row 1")
+    refused(prompt(slots=(4, 4)), "distinct slots")
+    refused(prompt(w=dataclasses.replace(w, lower_bound=-10.5)), "-10 to 0", "-10.5")
+    refused(prompt(w=dataclasses.replace(w, lower_bound=float("nan"))), "-10 to 0")
+    assert torch.equal(conv_state, before[0]) and torch.equal(state, before[1]), "a refused prompt wrote state"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -107,10 +132,47 @@ def test_moe(best):
     refused(lambda: run([[0, 1]]), "ids", "(2, 2)")
     refused(lambda: run([[0, 1], [1, 0]], x=normal(2, 32, dtype=BF16)), "w13")
     refused(lambda: run([[0, 1], [1, 0]], w=dataclasses.replace(w, s2=w.s2[:, ::2])), "s2")
-    many = torch.zeros(65, 2, dtype=INT)
-    refused(lambda: best.experts(normal(65, 64), many, torch.ones(65, 2), w, 4.0, 25.0), "tokens from 0 to 64", "65")
     refused(lambda: best.route(normal(1, 8), normal(4, 8), torch.zeros(4), 5, True, 1.0), "top_k from 1 to 4", "5")
     refused(lambda: best.route(normal(1, 8), normal(4, 8, dtype=BF16), torch.zeros(4), 2, True, 1.0), "gate", "float32")
+
+
+def test_the_last_row_of_a_table_is_no_edge(best):
+    """The largest index that fits, of every operator that takes one: what is refused above starts right behind it."""
+    packed, conv_state, state, w, _ = kda_case(1, 1, BF16, 6)
+    assert best.kda_step(packed, conv_state, state, torch.tensor([5]), w, BF16).any()
+    query, cache, _, _, latent = attend_case([3], 2, BF16)
+    last = torch.tensor([[cache.shape[0] - 1]])
+    cache[-1] = 1.0
+    assert (best.attend(query, cache, last, torch.tensor([cache.shape[1]]), latent, 0.1, 16) - 1).abs().max() < 1e-5
+    weights = expert_weights(3, 64, 32)
+    ids = torch.tensor([[2]])
+    assert best.experts(normal(1, 64), ids, torch.ones(1, 1), weights, 4.0, 25.0).any()
+
+
+@pytest.mark.parametrize("size", [2**31 + 1, 2**40, 2**62])
+def test_sizes_whose_product_passes_the_integers_are_refused(best, size):
+    """Straight at the C ABI, where a caller's arithmetic is not trusted: no pointer is read, every operator names the size."""
+    where, n = torch.zeros(64, dtype=INT).data_ptr(), size
+    calls = {
+        "linear": (where, n, where, n, where, 0, 1, 1, n, 1),
+        "gate_up": (where, n, where, n, where, 0, 1, 1, n, 4.0, 25.0, 1, 1),
+        "mix": (where, n, None, where, None, where, 0, 2, n, 4, 1e-5, 1),
+        "rms_norm": (where, n, where, where, 0, 1, n, 1e-5),
+        "situ": (where, n, where, 0, 1, n, 4.0, 25.0, 1, 1),
+        "kda": (where, n, where, where, 0, where, n, where, 8, 1, *[where] * 6, 0, 1, n, 128, 1, 1, -5.0, -1, None, None, 1),
+        "mla_rows": (where, n, where, where, where, where, 0, n, n, 1, 8, where, 8, 1, 0, 1, 1, 4, 4, 1e-5),
+        "mla_absorb": (where, where, 1, n, where, 0, 1, n, 1, n, 1, 1),
+        "mla_attend": (where, where, 0, n, n, 1, 8, where, 8, 1, n, where, 8, 1, where, 0, 1, 1, 8, 4, 1.0, 1),
+        "mla_value": (where, where, 1, n, where, n, where, 0, 1, n, 1, n, 1),
+        "route": (where, n, where, where, where, where, 0, 1, n, 8, 1, 1, 1.0, 1),
+        "experts": (where, n, where, where, *[where] * 5, 0, 1, 1, n, 32, 32, 4.0, 25.0, 1, 1),
+        "reserve": (n, 1, 1, 1, 1, 1, 1),
+    }
+    assert set(calls) == set(library.SIGNATURES) - {"set_level"}, "an operator was added"
+    for name, arguments in calls.items():
+        with pytest.raises(ValueError, match="expected .* found") as error:
+            best._call(name, *arguments)
+        assert str(size) in str(error.value) or name == "mix", f"{name}: {error.value}"
 
 
 def test_a_matrix_past_two_gib_elements_is_addressed_whole(best):

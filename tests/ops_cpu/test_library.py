@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import attend_case, expert_weights, kda_case, normal
+from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from vllm.model_executor.models.kimi_k3_fast.ops import cpu
 from vllm.model_executor.models.kimi_k3_fast.ops.cpu import library
@@ -87,16 +89,80 @@ def test_results_do_not_depend_on_the_number_of_threads(best):
     assert [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
+def driver(folder: Path, *flags: str) -> Path:
+    program = folder / "driver"
+    subprocess.run([sys.executable, BUILD, program, "--driver", Path(__file__).with_name("driver.cpp"), *flags], check=True)
+    return program
+
+
+def clean_environment() -> dict[str, str]:
+    """vLLM's CPU platform preloads libraries into this process' children; a runtime that counts or checks has to come first."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
 @needs_compiler
 def test_sanitizers_find_nothing(tmp_path):
     """Every operator on every instruction set under the address and undefined-behaviour sanitizers, shapes and indices at random.
 
-    A longer run: build the same program, then `driver 60`.
+    Longer runs: `benchmarks/cpu_fuzz.py`, whose last results are in `benchmarks/results/cpu_fuzz.json`.
     """
-    program = tmp_path / "driver"
-    subprocess.run([sys.executable, BUILD, program, "--driver", Path(__file__).with_name("driver.cpp"), "--sanitize"], check=True)
-    # vLLM's CPU platform preloads libraries into this process' children; the sanitizer's runtime has to come first.
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    result = subprocess.run([program, "5"], capture_output=True, text=True, env=clean)
+    program = driver(tmp_path, "--sanitize")
+    result = subprocess.run([program, "5"], capture_output=True, text=True, env=clean_environment())
     assert result.returncode == 0, result.stderr[-4000:]
-    assert int(result.stdout.split()[0]) > 0
+    counts = {op: (int(valid), int(bad)) for op, valid, bad in map(str.split, result.stdout.splitlines())}
+    indexed = {"kda", "kda_prompt", "mla_rows", "mla_attend", "experts"}
+    assert set(counts) == indexed | {"linear", "gate_up", "situ", "rms_norm", "mix", "mla_absorb", "mla_value", "route"}
+    assert all(valid for valid, _ in counts.values()) and all(counts[op][1] for op in indexed)
+
+
+@needs_compiler
+def test_no_call_allocates_the_second_time(tmp_path):
+    """The library that is served, under an allocator that counts: neither the kernels nor the OpenMP runtime below them."""
+    program = tmp_path / "driver"
+    source = Path(__file__).with_name("driver.cpp")
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-o", program, source, library.FILE, f"-Wl,-rpath,{library.FILE.parent}"], check=True
+    )
+    result = subprocess.run([program, "steady"], capture_output=True, text=True, env=clean_environment())
+    assert result.returncode == 0, result.stderr[-4000:]
+    first, second = map(int, result.stdout.split())
+    assert first > 0, "the counter counts"
+    assert second == 0
+
+
+def test_reserved_memory_is_enough(best):
+    """After `reserve`, steps of any size up to it take no more memory."""
+    best.reserve(64, 16, 64, 33, 8, 96, 64)
+    before = best.allocations()
+    for tokens in (1, 64, 7):
+        query, cache, table, lengths, latent = attend_case([5000 // tokens] * tokens, 16, torch.bfloat16)
+        best.attend(query, cache, table, lengths, latent, 0.1, 5000)
+        ids, weights = best.route(normal(tokens, 96), normal(33, 96), normal(33), 8, True, 1.0)
+        best.experts(normal(tokens, 96), ids, weights, expert_weights(33, 96, 64), 4.0, 25.0)
+    assert best.allocations() == before
+
+
+@pytest.mark.parametrize("binding", ["0", "0,1", "0|1"])
+def test_threads_are_those_that_vllm_bound(binding):
+    """One process a rank, with the environment that vLLM gives its workers. A rank of one CPU stays one thread; a thread of a rank
+    of two stays where it was bound: nobody is oversubscribed."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    script = (
+        "import os, torch\n"
+        "from vllm.model_executor.models.kimi_k3_fast.ops.cpu import CpuForms\n"
+        "threads = lambda: {t: sorted(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')}\n"
+        "x = torch.ones(64, 4096); x @ x.T; before = threads(); ops = CpuForms()\n"
+        "for _ in range(20): ops.linear(x, x); ops.situ(x, 4.0, 25.0)\n"
+        "after = threads()\n"
+        "print(torch.get_num_threads(), len(set(after) - set(before)), sorted({tuple(after[t]) for t in after if t in before}))"
+    )
+    ranks = [list(map(int, cpus.split(","))) for cpus in binding.split("|")]
+    for local_rank, cpus in enumerate(ranks):
+        manager = object.__new__(OMPProcessManager)  # without the deployment that its constructor asks
+        manager.skip_setup, manager.cpu_lists, manager.use_iomp, manager.use_gomp = False, ranks, False, True
+        with manager.configure_omp_envs(local_rank, local_rank):
+            done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        count, new, places = done.stdout.split(maxsplit=2)
+        assert (int(count), int(new)) == (len(cpus), 0), done.stdout
+        assert set(ast.literal_eval(places)) >= {(cpu,) for cpu in cpus}

@@ -206,6 +206,84 @@ def test_kda_layouts_and_index_types(cpp):
     assert torch.equal(turned, conv_state) and torch.equal(page[:, 0], state) and (page[:, 1] == 0).all()
 
 
+# -- KDA over prompts --------------------------------------------------------------------------------------------------------
+
+
+def prompt_both(cpp, dtype, starts, slots, resumed, case):
+    """C++ and PyTorch against the recurrence in float64, token by token."""
+    packed, conv_state, state, w, a_log = case
+    starts, slots, resumed = torch.tensor(starts), torch.tensor(slots), torch.tensor(resumed)
+    exact, exact_conv, exact_state = (
+        torch.zeros(len(packed), w.dt_bias.numel(), dtype=torch.float64),
+        conv_state.double(),
+        state.double(),
+    )
+    for r, slot in enumerate(slots.tolist()):
+        if slot > 0 and starts[r] < starts[r + 1] and not resumed[r]:
+            exact_conv[slot], exact_state[slot] = 0, 0
+        for t in range(starts[r], starts[r + 1]) if slot > 0 else ():
+            args = (packed[t : t + 1], w.conv, w.f_b, a_log, w.dt_bias.flatten(), w.out_norm, slots[r].view(1, 1))
+            y, exact_conv, exact_state = kda_reference.decode(*args, exact_conv, exact_state)
+            exact[t] = y[0]
+    plain_conv, plain_state = conv_state.clone(), state.clone()
+    plain = kda.prompt(packed, plain_conv, plain_state, slots, starts, resumed, w, dtype)
+    found = cpp.kda_prompt(packed, conv_state, state, slots.int(), starts, resumed, w, dtype)
+    check_error(found, exact, plain)
+    assert torch.equal(conv_state, plain_conv), "raw inputs are stored as they came"
+    check_error(state, exact_state, plain_state)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("starts", "slots", "resumed"),
+    [
+        ([0, 1], [2], [False]),
+        ([0, 2, 18], [3, 1], [True, False]),
+        ([0, 16, 16, 49], [1, 5, 2], [False, False, True]),
+        ([0, 3, 10, 27], [0, 4, -1], [True, True, False]),
+    ],
+    ids=["one token", "shorter than the conv", "chunk edges, one without tokens", "rows without a slot"],
+)
+def test_kda_prompt(cpp, dtype, starts, slots, resumed):
+    prompt_both(cpp, dtype, starts, slots, resumed, kda_case(starts[-1], 2, dtype, 6))
+
+
+@dtypes
+@pytest.mark.parametrize("bias", [-60.0, 60.0], ids=["no decay", "decay at its bound"])
+def test_kda_prompt_at_the_ends_of_the_decay(cpp, dtype, bias):
+    """At the bound a factor from the chunk's first to its last token would be e^80, past fp32 with the rest of the sum."""
+    case = kda_case(40, 1, dtype, 4)
+    case[3].dt_bias.fill_(bias)
+    prompt_both(cpp, dtype, [0, 40], [1], [True], case)
+
+
+def test_kda_prompt_where_the_decay_changes_within_a_chunk(cpp):
+    """Fifteen tokens at the bound, then one that keeps everything, and the reverse, channel by channel."""
+    packed, conv_state, state, w, a_log = kda_case(32, 1, torch.float32, 4)
+    f_a = packed[:, 512:640]
+    f_a.zero_()
+    f_a[::2, 0] = 30.0
+    f_a[-4:, 0] = -30.0
+    w.f_b.zero_()
+    w.f_b[::2, 0], w.f_b[1::2, 0] = 5.0, -5.0
+    prompt_both(cpp, torch.float32, [0, 32], [1], [True], (packed, conv_state, state, w, a_log))
+
+
+def test_kda_prompt_in_pieces(cpp):
+    """A prompt cut anywhere, and its decode steps, leave the same states up to rounding: what chunked prefill asks."""
+    packed, conv_state, state, w, _ = kda_case(45, 2, torch.float32, 3)
+    whole_conv, whole_state, slots = conv_state.clone(), state.clone(), torch.tensor([2])
+    prompt = lambda rows, conv, s, on: cpp.kda_prompt(
+        rows, conv, s, slots, torch.tensor([0, len(rows)]), torch.tensor([on]), w, torch.float32
+    )  # noqa: E731
+    whole = prompt(packed, whole_conv, whole_state, False)
+    parts = [prompt(packed[a:b], conv_state, state, a > 0) for a, b in ((0, 1), (1, 20), (20, 43))]
+    parts += [cpp.kda_step(packed[t : t + 1], conv_state, state, slots, w, torch.float32) for t in (43, 44)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+    torch.testing.assert_close(state, whole_state, rtol=0, atol=1e-5 * float(whole_state.abs().max()))
+    assert torch.equal(conv_state, whole_conv)
+
+
 # -- MLA ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +414,7 @@ def check_experts(cpp, x, ids, weights, w, linear_beta=LINEAR):
 
 @dtypes
 @pytest.mark.parametrize("linear_beta", [LINEAR, None])
-@pytest.mark.parametrize(("tokens", "top_k", "count"), [(1, 4, 8), (3, 2, 5), (7, 3, 4), (64, 4, 6)])
+@pytest.mark.parametrize(("tokens", "top_k", "count"), [(1, 4, 8), (3, 2, 5), (7, 3, 4), (64, 4, 6), (130, 2, 3)])
 def test_experts(cpp, dtype, tokens, top_k, count, linear_beta):
     x, w = normal(tokens, 96, dtype=dtype), expert_weights(count, 96, 64)
     ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])

@@ -1,6 +1,7 @@
 // The C ABI: every edge is checked here, before a pointer is read. A call returns 0, or 1 with a message for k3_error(): what was
 // expected, what was found. Nothing is written by a call that fails. Tensors' shapes, dtypes and strides are the caller's to check,
 // since only it knows them; the numbers derived from them, and every index, are checked here.
+#include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -24,13 +25,16 @@ thread_local char message[512];
     return 1;
 }
 
-// Memory that a thread keeps between calls, so that a decode step allocates nothing once the largest step was seen.
+std::atomic<int64_t> allocations;
+
+// Memory that a thread keeps between calls: k3_reserve() makes it as large as a deployment's largest step needs.
 class Scratch {
 public:
     ~Scratch() { free(data_); }
     char* take(int64_t bytes) {
         if (bytes <= size_) return data_;
         free(data_);
+        ++allocations;
         size_ = (bytes + 4095) / 4096 * 4096;
         data_ = static_cast<char*>(aligned_alloc(64, size_t(size_)));
         if (!data_) size_ = 0;
@@ -44,6 +48,7 @@ private:
 thread_local Scratch scratch;
 
 constexpr int64_t round64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+constexpr int64_t round128(int64_t columns) { return (columns + 127) / 128 * 128; }
 
 enum Level { PORTABLE, AVX2, AVX512, AVX512_BF16, LEVELS };
 const char* const names[LEVELS] = {"portable", "avx2", "avx512", "avx512bf16"};
@@ -139,6 +144,31 @@ int check_distinct(const char* op, const char* name, const Index& index, int64_t
 
 constexpr int64_t NO_BOUND = INT64_MIN;
 
+// -- what the operators keep in their thread's memory ------------------------------------------------------------------------
+
+constexpr int64_t MOST_RESERVED = 1 << 16;  // tokens
+// MLA: enough items to even out unequal contexts, whatever the number of threads: the result does not depend on it. Shorter items
+// than LEAST rows cost more to merge than they save.
+constexpr int64_t LEAST = 256, ITEMS = 64;
+
+int64_t attend_bytes(int64_t items, int64_t heads, int64_t latent) { return round64(mla_scratch(items, heads, latent) * 4) + items * 16 + 64; }
+int64_t route_bytes(int64_t tokens, int64_t experts) { return tokens * experts * 4 + 64; }
+
+// Pairs grouped by expert, and the kernels' columns.
+struct ExpertsMemory {
+    int64_t place = 0, expert, first, pairs, placed, sums, hidden, bytes;  // offsets
+    ExpertsMemory(int64_t tokens, int64_t top_k, int64_t experts, int64_t latent, int64_t width) {
+        const int64_t list = round64((tokens * top_k + 1) * 8), floats = round64(tokens * round128(latent) * 4);
+        expert = round64((experts + 1) * 8);
+        first = expert + list;
+        pairs = first + list;
+        placed = pairs + list;
+        sums = placed + floats;
+        hidden = sums + floats;
+        bytes = hidden + round64(tokens * top_k * round128(width) * 4);
+    }
+};
+
 }  // namespace
 
 // -- the library -------------------------------------------------------------------------------------------------------------
@@ -153,9 +183,15 @@ K3_API int k3_set_level(int64_t wanted) {
     run = kernels_of(level);
     return 0;
 }
-K3_API int k3_reserve(int64_t bytes) {
-    K3_CHECK("reserve", K3_SIZE(bytes, 0, int64_t(1) << 40));
-    return scratch.take(bytes) || !bytes ? 0 : fail("reserve: expected %lld bytes of memory, found less", (long long)bytes);
+K3_API int64_t k3_allocations() { return allocations; }
+K3_API int k3_reserve(int64_t tokens, int64_t heads, int64_t latent, int64_t experts, int64_t top_k, int64_t expert_in, int64_t width) {
+    constexpr int64_t MOST = 1 << 24;  // no product of these wraps
+    K3_CHECK("reserve", K3_SIZE(tokens, 0, MOST_RESERVED), K3_SIZE(heads, 0, MOST_HEADS), K3_SIZE(latent, 0, MOST), K3_SIZE(experts, 0, MOST), K3_SIZE(top_k, 0, MOST_DIM), K3_SIZE(expert_in, 0, MOST),
+             K3_SIZE(width, 0, MOST));
+    const int64_t wanted[] = {attend_bytes(ITEMS + tokens, heads, latent), route_bytes(tokens, experts), ExpertsMemory(tokens, top_k, experts, expert_in, width).bytes};
+    for (const int64_t bytes : wanted)
+        if (!scratch.take(bytes)) return fail("reserve: expected %lld bytes of memory, found less", (long long)bytes);
+    return 0;
 }
 
 // -- operators ---------------------------------------------------------------------------------------------------------------
@@ -191,17 +227,27 @@ K3_API int k3_situ(const void* x, int64_t ldx, void* out, int64_t type, int64_t 
     return 0;
 }
 
+// `requests` < 0: a decode step. Otherwise tokens [starts[r], starts[r + 1]) are request r's, resumed[r] says whether it has a past.
 K3_API int k3_kda(const void* packed, int64_t ldx, void* conv_state, const int64_t* conv_strides, int64_t conv_type, float* state, int64_t state_slot, const void* slots, int64_t slot_bytes, int64_t slot_stride,
                   const float* conv, const void* f_b, const float* decay, const float* dt_bias, const float* out_norm, void* out, int64_t type, int64_t tokens, int64_t heads, int64_t dim, int64_t rank,
-                  int64_t num_slots, float lower_bound, int64_t threads) {
+                  int64_t num_slots, float lower_bound, int64_t requests, const int64_t* starts, const uint8_t* resumed, int64_t threads) {
     K3_CHECK("kda", K3_TYPE(type), K3_TYPE(conv_type), K3_SIZE(tokens, 0, ANY), K3_SIZE(heads, 1, ANY), Size{"dim", dim, 16, MOST_KDA_DIM, 16}, K3_SIZE(rank, 1, ANY), K3_SIZE(num_slots, 0, ANY),
-             K3_SIZE(threads, 1, THREADS));
+             K3_SIZE(requests, -1, ANY), K3_SIZE(threads, 1, THREADS));
     if (ldx < 4 * heads * dim + rank + heads) return fail("kda: expected packed rows of %lld or more, found %lld", (long long)(4 * heads * dim + rank + heads), (long long)ldx);
     if (state_slot < heads * dim * dim) return fail("kda: expected states %lld elements apart or more, found %lld", (long long)(heads * dim * dim), (long long)state_slot);
+    const bool prompts = requests >= 0;
+    if (prompts) {
+        // Beyond, the factors of a chunk would leave fp32's range.
+        if (!(lower_bound >= -10 && lower_bound <= 0)) return fail("kda: expected a decay bound from -10 to 0, found %g", double(lower_bound));
+        if (starts[0] != 0 || starts[requests] != tokens) return fail("kda: expected starts from 0 to %lld, found %lld to %lld", (long long)tokens, (long long)starts[0], (long long)starts[requests]);
+        for (int64_t r = 0; r < requests; ++r)
+            if (starts[r] > starts[r + 1]) return fail("kda: expected ascending starts, found %lld before %lld in row %lld", (long long)starts[r], (long long)starts[r + 1], (long long)r);
+    }
     const Index index = {slots, slot_bytes, slot_stride};
-    if (check_index("kda", "slots", index, tokens, NO_BOUND, num_slots) || check_distinct("kda", "slots", index, tokens, 1)) return 1;
+    const int64_t rows = prompts ? requests : tokens;
+    if (check_index("kda", "slots", index, rows, NO_BOUND, num_slots) || check_distinct("kda", "slots", index, rows, 1)) return 1;
     run->kda({packed, conv_state, out, state, conv, decay, dt_bias, out_norm, f_b, index, Type(type), Type(conv_type), ldx, tokens, heads, dim, rank, conv_strides[0], conv_strides[1], conv_strides[2],
-              state_slot, lower_bound, int(threads)});
+              state_slot, lower_bound, int(threads), rows, prompts ? starts : nullptr, resumed});
     return 0;
 }
 
@@ -234,14 +280,11 @@ K3_API int k3_mla_attend(const void* query, const void* cache, int64_t cache_typ
         if (check_index("mla_attend", "block ids", row, (index.at(t) + block - 1) / block, 0, blocks)) return 1;
         total += index.at(t);
     }
-    // Enough items to even out unequal contexts, whatever the number of threads: the result does not depend on it. Shorter items
-    // than LEAST rows cost more to merge than they save.
-    constexpr int64_t LEAST = 256, ITEMS = 64;
     int64_t split = (total / ITEMS + CONTEXT_TILE) / CONTEXT_TILE * CONTEXT_TILE, items = 0;
     if (split < LEAST) split = LEAST;
     for (int64_t t = 0; t < tokens; ++t) items += (index.at(t) + split - 1) / split;
     const int64_t floats = round64(mla_scratch(items, heads, latent) * 4);
-    char* memory = scratch.take(floats + items * 16 + 64);
+    char* memory = scratch.take(attend_bytes(items, heads, latent));
     if (!memory) return fail("mla_attend: expected %lld bytes of memory, found less", (long long)floats);
     int64_t *item = reinterpret_cast<int64_t*>(memory + floats), i = 0;
     for (int64_t t = 0; t < tokens; ++t)
@@ -261,7 +304,7 @@ K3_API int k3_mla_value(const float* lat, const void* w_uv, int64_t ld_head, int
 K3_API int k3_route(const void* x, int64_t ldx, const float* gate, const float* bias, int64_t* ids, float* weights, int64_t type, int64_t tokens, int64_t experts, int64_t k, int64_t top_k, int64_t renormalise, float scaling, int64_t threads) {
     K3_CHECK("route", K3_TYPE(type), K3_SIZE(tokens, 0, ANY), K3_SIZE(experts, 1, ANY), K3_SIZE(k, 1, ANY), K3_SIZE(ldx, k, ANY), K3_SIZE(threads, 1, THREADS));
     K3_CHECK("route", K3_SIZE(top_k, 1, experts < MOST_DIM ? experts : MOST_DIM));
-    char* memory = scratch.take(tokens * experts * 4 + 64);
+    char* memory = scratch.take(route_bytes(tokens, experts));
     if (!memory) return fail("route: expected %lld bytes of memory, found less", (long long)(tokens * experts * 4));
     run->route({x, gate, bias, ids, weights, reinterpret_cast<float*>(memory), Type(type), ldx, tokens, experts, k, top_k, renormalise != 0, scaling, int(threads)});
     return 0;
@@ -269,18 +312,17 @@ K3_API int k3_route(const void* x, int64_t ldx, const float* gate, const float* 
 
 K3_API int k3_experts(const void* x, int64_t ldx, const int64_t* ids, const float* weights, const uint8_t* w13, const uint8_t* s13, const uint8_t* w2, const uint8_t* s2, void* out, int64_t type, int64_t tokens, int64_t top_k,
                       int64_t experts, int64_t latent, int64_t width, float beta, float linear_beta, int64_t bounded, int64_t threads) {
-    K3_CHECK("experts", K3_TYPE(type), K3_SIZE(tokens, 0, MOST_TOKENS), K3_SIZE(top_k, 1, ANY), K3_SIZE(experts, 1, ANY), Size{"latent", latent, GROUP, ANY, GROUP}, Size{"width", width, GROUP, ANY / 2, GROUP},
+    K3_CHECK("experts", K3_TYPE(type), K3_SIZE(tokens, 0, ANY), K3_SIZE(top_k, 1, ANY), K3_SIZE(experts, 1, ANY), Size{"latent", latent, GROUP, ANY, GROUP}, Size{"width", width, GROUP, ANY / 2, GROUP},
              K3_SIZE(ldx, latent, ANY), K3_SIZE(threads, 1, THREADS));
     const Index index = {ids, 8, 1};
     const int64_t slots = tokens * top_k;
     if (check_index("experts", "ids", index, slots, NO_BOUND, experts)) return 1;
-    const int64_t counts = round64((experts + 1) * 8), lists = round64((slots + 1) * 8), floats = round64(tokens * latent * 4);
-    char* memory = scratch.take(counts + 3 * lists + floats + round64(slots * width * 4));
+    const ExpertsMemory at(tokens, top_k, experts, latent, width);
+    char* memory = scratch.take(at.bytes);
     if (!memory) return fail("experts: expected memory for %lld pairs, found less", (long long)slots);
-    int64_t* place = reinterpret_cast<int64_t*>(memory);  // where the next pair of an expert goes
-    int64_t *expert = reinterpret_cast<int64_t*>(memory + counts), *first = reinterpret_cast<int64_t*>(memory + counts + lists), *pairs = reinterpret_cast<int64_t*>(memory + counts + 2 * lists);
-    float *spread = reinterpret_cast<float*>(memory + counts + 3 * lists), *hidden = reinterpret_cast<float*>(memory + counts + 3 * lists + floats);
-    memset(place, 0, size_t(counts));
+    int64_t *place = reinterpret_cast<int64_t*>(memory + at.place), *expert = reinterpret_cast<int64_t*>(memory + at.expert);  // place: where an expert's next pair goes
+    int64_t *first = reinterpret_cast<int64_t*>(memory + at.first), *pairs = reinterpret_cast<int64_t*>(memory + at.pairs);
+    memset(place, 0, size_t(experts) * 8);
     for (int64_t i = 0; i < slots; ++i)
         if (ids[i] >= 0) ++place[ids[i]];
     int64_t groups = 0, total = 0;
@@ -295,6 +337,7 @@ K3_API int k3_experts(const void* x, int64_t ldx, const int64_t* ids, const floa
     first[groups] = total;
     for (int64_t i = 0; i < slots; ++i)
         if (ids[i] >= 0) pairs[place[ids[i]]++] = i;
-    run->experts({x, out, w13, s13, w2, s2, weights, Type(type), ldx, tokens, latent, width, top_k, int(threads), {beta, linear_beta, bounded != 0}, groups, expert, first, pairs, spread, hidden});
+    run->experts({x, out, w13, s13, w2, s2, weights, Type(type), ldx, tokens, latent, width, top_k, int(threads), {beta, linear_beta, bounded != 0}, groups, expert, first, pairs,
+                  memory + at.placed, memory + at.hidden, reinterpret_cast<float*>(memory + at.sums)});
     return 0;
 }

@@ -69,6 +69,11 @@ struct Kda {
     int64_t conv_slot, conv_time, conv_channel, state_slot;  // strides
     float lower_bound;
     int threads;
+    // Prompts: request r has the tokens [starts[r], starts[r + 1]) and goes on from its slot's state where `resumed`. In a decode
+    // step `starts` is null, and each token is a request.
+    int64_t requests;
+    const int64_t* starts;
+    const uint8_t* resumed;
 };
 
 struct MlaRows {  // RMSNorm of the query part to q [tokens, q_rank]; RMSNorm of the latent and the shared key into the cache
@@ -137,7 +142,8 @@ struct Experts {
     // Pairs (token * top_k + slot) grouped by expert, made by abi.cpp.
     int64_t groups;
     const int64_t *expert, *first, *pairs;  // [groups], [groups + 1], [first[groups]]
-    float *spread, *hidden;                 // scratch [tokens, latent], [pairs, width]
+    void *placed, *hidden;                  // scratch [tokens, latent], [pairs, width] in the kernels' order, in rows of 128 columns
+    float* sums;                            // scratch [tokens, latent]
 };
 
 struct Kernels {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class Forms(Protocol):
 
     name: str
 
+    def turn(self) -> None: ...
+    def do(self, action: Callable[[], object]) -> None: ...
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def gate_up(self, x: Tensor, weight: Tensor, beta: float, linear_beta: float | None) -> Tensor: ...
     def mix(
@@ -57,6 +60,13 @@ class TorchForms:
     rms_norm = staticmethod(attn_res.rms_norm)
     kda_step = staticmethod(kda.step)
     attend = staticmethod(mla.attend)
+
+    def turn(self) -> None:
+        """A layer begins: of interest to a recording, which PyTorch has none of."""
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Run what stands between the operators; a recording repeats it. It works in place."""
+        action()
 
     def gate_up(self, x: Tensor, weight: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         """x [T, K], weight [2*I, K], gate rows first -> [T, I]."""

@@ -4,7 +4,7 @@ One library holds every instruction set (portable, AVX2, AVX-512, AVX-512 with B
 knows neither Python nor torch: pointers, sizes and strides go through a C ABI. Sources: `csrc/kimi_k3_fast/cpu/`.
 """
 
-from .forms import CpuForms
+from .forms import Buffers, CpuForms, Tape
 from .library import LEVELS, available, load
 
-__all__ = ["LEVELS", "CpuForms", "available", "load"]
+__all__ = ["LEVELS", "Buffers", "CpuForms", "Tape", "available", "load"]

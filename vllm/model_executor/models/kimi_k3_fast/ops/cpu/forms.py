@@ -9,7 +9,10 @@ that says what was expected and found; nothing was written then.
 from __future__ import annotations
 
 import ctypes
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,12 +61,51 @@ def _type(op: str, name: str, x: Tensor) -> int:
     return TYPES[x.dtype]
 
 
+@dataclass
+class Buffers:
+    """Memory between the calls of a recorded step, for up to `rows` tokens: made once, shared by the recordings of every size.
+
+    What an operator returns in one layer is read in that layer or in the next, so that two sets serve all layers in turn.
+    """
+
+    rows: int
+    made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    layer: int = 0
+    place: int = 0
+
+    def take(self, tokens: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        key = (self.layer % 2, self.place, shape, dtype)
+        self.place += 1
+        if key not in self.made:
+            self.made[key] = torch.empty(self.rows, *shape, dtype=dtype)
+        return self.made[key][:tokens]
+
+
+@dataclass
+class Tape:
+    """A step as it was run once: its calls in order, each with the arguments it had. `play` makes the same calls again: nothing is
+    checked, looked up or allocated for them in Python, and what they read and write lies where it lay.
+    """
+
+    library: ctypes.CDLL
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
+
+    def play(self) -> None:
+        """Raises ValueError where an index does not fit, as the call did that was recorded."""
+        for function, arguments in self.calls:
+            if function(*arguments):
+                library.check(self.library, 1)
+
+
 class CpuForms:
     """The operators on one instruction set ("auto": the best that the machine has). Raises RuntimeError without a library.
 
     The level belongs to the process, as the machine does: a later object with another level changes it for all. The number of
     threads is torch's at each call, so that the threads that vLLM bound are those that work.
     """
+
+    _tape: Tape | None = None
+    _buffers: Buffers | None = None
 
     def __init__(self, level: str = "auto") -> None:
         loaded = library.load()
@@ -74,7 +116,48 @@ class CpuForms:
         self._library: ctypes.CDLL = loaded
 
     def _call(self, name: str, *arguments: object) -> None:
-        library.check(self._library, getattr(self._library, f"k3_{name}")(*arguments))
+        function = getattr(self._library, f"k3_{name}")
+        library.check(self._library, function(*arguments))
+        if self._tape is not None:
+            self._tape.calls.append((function, arguments))
+
+    def _new(self, like: Tensor, tokens: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An output of `tokens` rows."""
+        if self._buffers is None:
+            return like.new_empty(tokens, *shape, dtype=dtype)
+        return self._buffers.take(tokens, shape, dtype or like.dtype)
+
+    @contextmanager
+    def recording(self, buffers: Buffers) -> Iterator[Tape]:
+        """Every call and `do` until the end goes on the tape; results stand in `buffers`, which the next step overwrites."""
+        self._tape, self._buffers = Tape(self._library), buffers
+        buffers.layer = buffers.place = 0
+        try:
+            yield self._tape
+        finally:
+            self._tape = self._buffers = None
+
+    def turn(self) -> None:
+        """A layer begins."""
+        if self._buffers is not None:
+            self._buffers.layer += 1
+            self._buffers.place = 0
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Run `action`, now and whenever the step that is being recorded is played. It works in place."""
+        action()
+        if self._tape is not None:
+            self._tape.calls.append((_silent, (action,)))
+
+    def reserve(self, tokens: int, heads: int, latent: int, experts: int, top_k: int, expert_in: int, width: int) -> None:
+        """Memory for steps of up to so many tokens, so that none of them allocates: MLA of `heads` over a latent, and a router of
+        `experts`, `top_k` chosen, of `width` on `expert_in` columns. Of this thread.
+        """
+        self._call("reserve", tokens, heads, latent, experts, top_k, expert_in, width)
+
+    def allocations(self) -> int:
+        """How often the library asked for memory, in all threads."""
+        return self._library.k3_allocations()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, K], weight [N, K] of x's dtype -> [T, N]: x weight^T, fp32 sums, rounded once."""
@@ -82,7 +165,7 @@ class CpuForms:
         rows = weight.shape[0]
         kind, (xp, ldx) = _type("linear", "x", x), _rows("linear", "x", x, x.dtype, k)
         wp, ldw = _rows("linear", "weight", weight, x.dtype, k)
-        out = x.new_empty(tokens, rows)
+        out = self._new(x, tokens, rows)
         self._call("linear", xp, ldx, wp, ldw, out.data_ptr(), kind, tokens, rows, k, torch.get_num_threads())
         return out
 
@@ -94,7 +177,7 @@ class CpuForms:
         wp, ldw = _rows("gate_up", "weight", weight, x.dtype, k)
         if odd:
             _wrong("gate_up", "weight", "an even number of rows", weight)
-        out = x.new_empty(tokens, width)
+        out = self._new(x, tokens, width)
         bounds = (beta, linear_beta or 0.0, linear_beta is not None)
         self._call("gate_up", xp, ldx, wp, ldw, out.data_ptr(), kind, tokens, width, k, *bounds, torch.get_num_threads())
         return out
@@ -113,7 +196,7 @@ class CpuForms:
         added = None if delta is None else _plain("attn_res", "delta", delta, dtype, tokens, d)
         weights = _plain("attn_res", "score", score, torch.float32, d)
         norms = None if norm is None else _plain("attn_res", "norm", norm, torch.float32, d)
-        out = sources.new_empty(tokens, d, dtype=dtype)
+        out = self._new(sources, tokens, d, dtype=dtype)
         where = (sources.data_ptr(), sources.stride(0), added, weights, norms, out.data_ptr())
         self._call("mix", *where, TYPES[dtype], n, tokens, d, eps, torch.get_num_threads())
         return out
@@ -122,7 +205,7 @@ class CpuForms:
         """x [T, D] in `dtype`, weight [D] fp32 -> [T, D] in `dtype`."""
         kind, (xp, ldx) = _type("rms_norm", "x", x), _rows("rms_norm", "x", x, dtype, x.shape[-1])
         tokens, d = x.shape
-        out = x.new_empty(tokens, d)
+        out = self._new(x, tokens, d)
         self._call(
             "rms_norm", xp, ldx, _plain("rms_norm", "weight", weight, torch.float32, d), out.data_ptr(), kind, tokens, d, eps
         )
@@ -134,7 +217,7 @@ class CpuForms:
         tokens, (width, odd) = gate_up.shape[0], divmod(gate_up.shape[1], 2)
         if odd:
             _wrong("situ", "gate_up", "an even number of columns", gate_up)
-        out = gate_up.new_empty(tokens, width)
+        out = self._new(gate_up, tokens, width)
         bounds = (beta, linear_beta or 0.0, linear_beta is not None)
         self._call("situ", xp, ldx, out.data_ptr(), kind, tokens, width, *bounds, torch.get_num_threads())
         return out
@@ -143,6 +226,42 @@ class CpuForms:
         self, packed: Tensor, conv_state: Tensor, state: Tensor, slots: Tensor, w: KdaWeights, dtype: torch.dtype
     ) -> Tensor:
         """One KDA decode step, as `kda.torch_form.step`. Heads are a multiple of 16 wide, at most 256; the state is fp32."""
+        return self._kda(packed, conv_state, state, slots, packed.shape[0], w, dtype, (-1, None, None))
+
+    def kda_prompt(
+        self,
+        packed: Tensor,
+        conv_state: Tensor,
+        state: Tensor,
+        slots: Tensor,
+        starts: Tensor,
+        resumed: Tensor,
+        w: KdaWeights,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """KDA over prompts, as `kda.torch_form.prompt`: request r has the tokens [starts[r], starts[r + 1]) of `packed`.
+
+        slots [R] int32 or int64, starts [R + 1] int64, resumed [R] bool; a decay bound from -10 to 0.
+        """
+        op, requests = "kda", slots.numel()
+        where = (
+            requests,
+            _plain(op, "starts", starts, torch.int64, requests + 1),
+            _plain(op, "resumed", resumed, torch.bool, requests),
+        )
+        return self._kda(packed, conv_state, state, slots, requests, w, dtype, where)
+
+    def _kda(
+        self,
+        packed: Tensor,
+        conv_state: Tensor,
+        state: Tensor,
+        slots: Tensor,
+        rows: int,
+        w: KdaWeights,
+        dtype: torch.dtype,
+        requests: tuple[int, int | None, int | None],
+    ) -> Tensor:
         op, f32 = "kda", torch.float32
         kind, conv_kind, tokens = _type(op, "packed", packed), _type(op, "conv_state", conv_state), packed.shape[0]
         heads, dim = w.dt_bias.shape
@@ -155,7 +274,7 @@ class CpuForms:
         if state.shape[1:] != (heads, dim, dim) or state.dtype is not f32 or not state.is_cpu or not _inner(state):
             _wrong(op, "state", f"[slots, {heads}, {dim}, {dim}] float32, each slot contiguous", state)
         strides = (ctypes.c_int64 * 3)(*conv_state.stride())
-        out = packed.new_empty(tokens, width)
+        out = self._new(packed, tokens, width)
         parameters = (
             _plain(op, "conv", w.conv, f32, 3 * width, 4),
             _plain(op, "f_b", w.f_b, dtype, width, rank),
@@ -164,8 +283,8 @@ class CpuForms:
             _plain(op, "out_norm", w.out_norm, f32, dim),
         )
         stored = (conv_state.data_ptr(), strides, conv_kind, state.data_ptr(), state.stride(0) if count > 1 else width * dim)
-        sizes = (kind, tokens, heads, dim, rank, count, w.lower_bound, torch.get_num_threads())
-        self._call("kda", xp, ldx, *stored, *_index(op, "slots", slots, tokens), *parameters, out.data_ptr(), *sizes)
+        sizes = (kind, tokens, heads, dim, rank, count, w.lower_bound, *requests, torch.get_num_threads())
+        self._call("kda", xp, ldx, *stored, *_index(op, "slots", slots, rows), *parameters, out.data_ptr(), *sizes)
         return out
 
     def mla_rows(
@@ -180,7 +299,7 @@ class CpuForms:
         xp, ldx = _rows(op, "packed", packed, packed.dtype, packed.shape[-1])
         if shared < 0 or packed.shape[1] < q_rank + latent + shared:
             _wrong(op, "packed", f"at least {q_rank + latent + shared} columns, the cache {latent} or more", packed)
-        f32, out = torch.float32, packed.new_empty(tokens, q_rank)
+        f32, out = torch.float32, self._new(packed, tokens, q_rank)
         norms = _plain(op, "q_norm", q_norm, f32, q_rank), _plain(op, "kv_norm", kv_norm, f32, latent)
         stored = _cache(op, cache, latent + shared)
         slots = _index(op, "slot_mapping", slot_mapping, tokens)
@@ -195,7 +314,7 @@ class CpuForms:
             _wrong(op, "q", f"at least {nope} columns a head", q)
         kind, qp = _type(op, "q", q), _plain(op, "q", q, q.dtype, tokens, heads, nope + shared)
         wp, strides = _head_rows(op, "w_uk", w_uk, q.dtype)
-        out = q.new_empty(tokens, heads, latent + shared)
+        out = self._new(q, tokens, heads, latent + shared)
         self._call(op, qp, wp, *strides, out.data_ptr(), kind, tokens, heads, nope, latent, shared, torch.get_num_threads())
         return out
 
@@ -211,7 +330,7 @@ class CpuForms:
             _wrong(op, "block_table", f"[{tokens}, blocks of a request] int32 or int64", table)
         if table.stride(1) != 1 and table.shape[1] > 1:
             _wrong(op, "block_table", "with contiguous rows", table)
-        out = query.new_empty(tokens, heads, latent, dtype=torch.float32)
+        out = self._new(query, tokens, heads, latent, dtype=torch.float32)
         where = (table.data_ptr(), ENTRY_BYTES[table.dtype], table.stride(0), table.shape[1])
         ends = _index(op, "lengths", lengths, tokens)
         sizes = (kind, tokens, heads, width, latent, scale, torch.get_num_threads())
@@ -225,7 +344,7 @@ class CpuForms:
         lp = _plain(op, "lat", lat, torch.float32, tokens, heads, latent)
         wp, strides = _head_rows(op, "w_uv", w_uv, gate.dtype)
         gp, ldg = _rows(op, "gate", gate, gate.dtype, heads * v, tokens)
-        out = gate.new_empty(tokens, heads * v)
+        out = self._new(gate, tokens, heads * v)
         self._call(op, lp, wp, *strides, gp, ldg, out.data_ptr(), kind, tokens, heads, v, latent, torch.get_num_threads())
         return out
 
@@ -238,8 +357,8 @@ class CpuForms:
         op, (tokens, d), experts = "route", x.shape, gate.shape[0]
         kind, (xp, ldx) = _type(op, "x", x), _rows(op, "x", x, x.dtype, d)
         gp, bp = _plain(op, "gate", gate, torch.float32, experts, d), _plain(op, "bias", bias, torch.float32, experts)
-        ids = x.new_empty(tokens, top_k, dtype=torch.int64)
-        weights = x.new_empty(tokens, top_k, dtype=torch.float32)
+        ids = self._new(x, tokens, top_k, dtype=torch.int64)
+        weights = self._new(x, tokens, top_k, dtype=torch.float32)
         sizes = (kind, tokens, experts, d, top_k, renormalise, scaling, torch.get_num_threads())
         self._call(op, xp, ldx, gp, bp, ids.data_ptr(), weights.data_ptr(), *sizes)
         return ids, weights
@@ -247,7 +366,7 @@ class CpuForms:
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, beta: float, linear_beta: float | None
     ) -> Tensor:
-        """Routed MXFP4 experts with SiTU, as `experts.torch_form.run`, for up to 64 tokens: x [T, L] -> [T, L]."""
+        """Routed MXFP4 experts with SiTU, as `experts.torch_form.run`, x [T, L] -> [T, L]."""
         op, (tokens, latent), top_k = "experts", x.shape, ids.shape[-1]
         count, width = w.w13.shape[0], w.w13.shape[1] // 2
         kind, (xp, ldx), byte = _type(op, "x", x), _rows(op, "x", x, x.dtype, latent), torch.uint8
@@ -258,10 +377,15 @@ class CpuForms:
             _plain(op, "w2", w.w2, byte, count, latent, width // 2),
             _plain(op, "s2", w.s2, byte, count, latent, width // GROUP),
         )
-        out = x.new_empty(tokens, latent)
+        out = self._new(x, tokens, latent)
         bounds = (beta, linear_beta or 0.0, linear_beta is not None, torch.get_num_threads())
         self._call(op, xp, ldx, *routing, *matrices, out.data_ptr(), kind, tokens, top_k, count, latent, width, *bounds)
         return out
+
+
+def _silent(action: Callable[[], object]) -> None:
+    """Runs it; what it returns is no error."""
+    action()
 
 
 def _inner(x: Tensor) -> bool:

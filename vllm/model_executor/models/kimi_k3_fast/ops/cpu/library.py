@@ -22,14 +22,14 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "mix": (_P, _I, *[_P] * 4, *[_I] * 4, _F, _I),
     "rms_norm": (_P, _I, _P, _P, *[_I] * 3, _F),
     "situ": (_P, _I, _P, *[_I] * 3, _F, _F, _I, _I),
-    "kda": (_P, _I, _P, _P, _I, _P, _I, _P, _I, _I, *[_P] * 6, *[_I] * 6, _F, _I),
+    "kda": (_P, _I, _P, _P, _I, _P, _I, _P, _I, _I, *[_P] * 6, *[_I] * 6, _F, _I, _P, _P, _I),
     "mla_rows": (_P, _I, *[_P] * 4, *[_I] * 5, _P, *[_I] * 7, _F),
     "mla_absorb": (_P, _P, _I, _I, _P, *[_I] * 7),
     "mla_attend": (_P, _P, *[_I] * 5, _P, *[_I] * 3, _P, _I, _I, _P, *[_I] * 5, _F, _I),
     "mla_value": (_P, _P, _I, _I, _P, _I, _P, *[_I] * 6),
     "route": (_P, _I, *[_P] * 4, *[_I] * 6, _F, _I),
     "experts": (_P, _I, *[_P] * 7, *[_I] * 6, _F, _F, _I, _I),
-    "reserve": (_I,),
+    "reserve": (_I,) * 7,
     "set_level": (_I,),
 }
 
@@ -49,7 +49,7 @@ def load() -> ctypes.CDLL | Refusal:
     except (OSError, AttributeError) as error:
         return Refusal(Reason.CPU_LIBRARY, f"{FILE.name} does not load here: {error}")
     library.k3_error.restype = c_char_p
-    library.k3_level.restype = c_int64
+    library.k3_level.restype = library.k3_allocations.restype = c_int64
     library.k3_available.argtypes = (c_int64,)
     return library
 
