@@ -6,7 +6,8 @@ memory starts as NaN; every access to global memory must lie inside a tensor tha
 core are taken in FP64. It knows the instructions that the kernels tested here use, and raises on any other. It is no model of
 time, of caches or of the weak memory order.
 
-    run(spec, {"x": x, "w": w, "y": y})      # CPU tensors, outputs in place; sizes and strides as the kernel's host half has them
+    run(spec, {"x": x, "w": w, "y": y}, grid=(blocks,))     # CPU tensors of the shapes that the spec says; outputs in place
+    run_ranks(spec, [{...}, {...}], grid=(blocks,))         # the ranks of a group at once, over mailboxes
 """
 
 from __future__ import annotations
@@ -275,13 +276,15 @@ _FUNCTIONS = {"ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: 1 / x, "rsqrt": l
 class Launch:
     """One kernel, ready to run: its decoded program, grid and parameters."""
 
-    def __init__(self, spec: KernelSpec, arch: str, tensors: dict[str, Any], grid: tuple[int, ...], cluster: int) -> None:
+    def __init__(
+        self, spec: KernelSpec, arch: str, tensors: dict[str, Any], grid: tuple[int, ...], cluster: int, memory: Memory
+    ) -> None:
         folder = build.ensure(spec, arch)
         text = (folder / f"{spec.name}-{build.content_hash(spec, arch)}.ptx").read_text()
         self.threads = int(re.search(r"\.reqntid (\d+)", text)[1])  # type: ignore[index]
         self.grid, self.cluster = (*grid, 1, 1)[:3], cluster
         values = [tensors[p.name] for p in spec.params]
-        self.memory = Memory([v for v in values if isinstance(v, torch.Tensor)])
+        self.memory = memory
         self.parameters = [_parameter(p, v, self.memory) for p, v in zip(spec.params, values, strict=True)]
         text = re.sub(r"//[^\n]*", "", text)
         body = re.search(r"\.entry\s+\w+\s*\((.*?)\)[^{]*\{(.*)\}", text, flags=re.S)[2]  # type: ignore[index]
@@ -302,26 +305,9 @@ class Launch:
                 return name + scope.suffix
         return name
 
-    def run(self, seed: int) -> None:
-        order = random.Random(seed)
+    def clusters(self) -> list[Cluster]:
         blocks = self.grid[0] * self.grid[1] * self.grid[2]
-        with np.errstate(all="ignore"):
-            for first in range(0, blocks, self.cluster):
-                self._run_cluster(Cluster(first, self), order)
-        self.memory.give_back()
-
-    def _run_cluster(self, cluster: Cluster, order: random.Random) -> None:
-        warps = [w for b in cluster.blocks for w in b.warps]
-        idle = 0
-        while warps:
-            warp = order.choice(warps)
-            idle = 0 if warp.burst(order.choice((3, 40, 400))) else idle + 1
-            warp.block.meet()
-            if (warp.status == DONE).all():
-                warps.remove(warp)
-            if idle > 200 * len(warps) + 200:
-                where = {(w.block.index, w.number): (w.pc.tolist()[0], w.status.tolist()[0]) for w in warps}
-                raise Deadlock(f"no thread goes on: (pc, status) {where}; {[b.barriers for b in cluster.blocks]}")
+        return [Cluster(first, self) for first in range(0, blocks, self.cluster)]
 
     # -- decoding
 
@@ -330,7 +316,6 @@ class Launch:
         match = re.match(r"@(!?)([%\w$]+)\s+(.*)", text, flags=re.S)
         if match:
             guard, wanted, text = self._named(match[2], scopes), not match[1], match[3]
-        name, _, rest = text.partition(" ") if " " in text else (*text.partition("\t")[:1], "", text.partition("\t")[2])
         name, rest = text.split(None, 1) if len(text.split(None, 1)) == 2 else (text, "")
         operands = _split(rest)
         try:
@@ -352,7 +337,7 @@ class Launch:
             return lambda warp: single
         special = self._special(operand)
         if special:
-            return lambda warp: special(warp).astype(np.uint32).view(dtype)
+            return lambda warp: special(warp).astype(WIDTHS[str(np.dtype(dtype).itemsize * 8)]).view(dtype)
         register = self._named(operand, scopes)
         if kind == "pred":
             return lambda warp: warp.registers[register]
@@ -366,6 +351,8 @@ class Launch:
         return read
 
     def _special(self, operand: str) -> Callable[[Warp], Array] | None:
+        if operand in ("%globaltimer", "%clock64"):  # time stands still: no wait is too long
+            return lambda warp: np.zeros(LANES, dtype=np.uint64)
         if operand == "%laneid":
             return lambda warp: LANE
         if operand in ("%tid.x",):
@@ -421,6 +408,8 @@ class Launch:
                 warp.status[mask] = DONE
 
             return leave
+        if root in ("atom", "red"):
+            return self._atomic(parts, operands, scopes, text)
         if root == "mma":
             return self._mma(parts, operands, scopes)
         if root == "shfl":
@@ -670,6 +659,26 @@ class Launch:
 
         return step
 
+    def _atomic(self, parts: list[str], operands: list[str], scopes: Any, text: str) -> Step:
+        loads = parts[0] == "atom"
+        target = self._registers(operands[0], scopes)[0] if loads else ""
+        where = self._address(operands[1 if loads else 0], scopes)
+        value = self._source(operands[2 if loads else 1], parts[-1], scopes)
+        function = next({"add": np.add, "max": np.maximum}[p] for p in parts if p in ("add", "max"))
+
+        def step(warp: Warp, mask: Array) -> None:
+            before = np.zeros(LANES, dtype=np.uint32)
+            for lane in np.flatnonzero(mask):
+                index = self.memory.at(np.broadcast_to(where(warp), LANES)[lane : lane + 1], 4, text)[0]
+                old = self.memory.bytes[index].copy().view(dtype_of(parts[-1]))
+                before[lane] = old.view(np.uint32)[0]
+                new = function(old, np.broadcast_to(value(warp), LANES)[lane]).astype(old.dtype)
+                self.memory.bytes[index] = new.view(np.uint8)
+            if loads:
+                warp.write(target, before, mask)
+
+        return step
+
     def _synchronise(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
         if name.startswith(("griddepcontrol", "fence", "prefetch", "membar", "cp.async.bulk.prefetch")):
             return lambda warp, mask: None
@@ -813,6 +822,22 @@ def _parameter(param: Any, value: Any, memory: Memory) -> bytes:
     return bytes(fields) + bytes(-len(fields) % 8)
 
 
+def _run_together(clusters: list[Cluster], order: random.Random) -> None:
+    """Run clusters to their end, all of them at once."""
+    warps = [w for cluster in clusters for b in cluster.blocks for w in b.warps]
+    idle = 0
+    with np.errstate(all="ignore"):
+        while warps:
+            warp = order.choice(warps)
+            idle = 0 if warp.burst(order.choice((3, 40, 400))) else idle + 1
+            warp.block.meet()
+            if (warp.status == DONE).all():
+                warps.remove(warp)
+            if idle > 200 * len(warps) + 200:
+                where = {(w.block.index, w.number): (int(w.pc[0]), int(w.status[0])) for w in warps}
+                raise Deadlock(f"no thread goes on: block and warp -> (pc, status): {where}")
+
+
 def run(
     spec: KernelSpec,
     tensors: dict[str, Any],
@@ -821,5 +846,26 @@ def run(
     arch: str = "sm_90a",
     seed: int = 0,
 ) -> None:
-    """Run one launch to its end. `grid` and `cluster` as the kernel's entry launches it. Outputs are written into `tensors`."""
-    Launch(spec, arch, tensors, grid, cluster).run(seed)
+    """Run one launch to its end, a cluster after the other. `grid` and `cluster` as the kernel's entry launches it. Outputs are
+    written into `tensors`."""
+    memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
+    order = random.Random(seed)
+    for one in Launch(spec, arch, tensors, grid, cluster, memory).clusters():
+        _run_together([one], order)
+    memory.give_back()
+
+
+def run_ranks(
+    spec: KernelSpec, tensors: list[dict[str, Any]], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0
+) -> None:
+    """Run a launch of every rank, all at once, over one memory. `peers` of each rank, a table of addresses, is filled in here:
+    where the ranks' `box` tensors lie."""
+    memory = Memory([t for own in tensors for t in own.values() if isinstance(t, torch.Tensor)])
+    boxes = torch.tensor([memory.address(own["box"]) for own in tensors], dtype=torch.int64)
+    for own in tensors:
+        own["peers"].copy_(boxes)
+        start = memory.address(own["peers"]) - BASE
+        memory.bytes[start : start + 8 * len(boxes)] = boxes.view(torch.uint8).numpy()
+    launches = [Launch(spec, arch, own, grid, 1, memory) for own in tensors]
+    _run_together([c for launch in launches for c in launch.clusters()], random.Random(seed))
+    memory.give_back()
