@@ -123,6 +123,7 @@ def test_a_report_taken_during_steps_loses_none(tmp_path):
     guard = Guard(Policy(events_path=str(tmp_path / "e.jsonl")))
     stop = threading.Event()
     reports = []
+    done = 0
 
     def ask() -> None:
         while not stop.is_set():
@@ -133,16 +134,17 @@ def test_a_report_taken_during_steps_loses_none(tmp_path):
     sys.setswitchinterval(1e-6)
     asking.start()
     try:
-        for i in range(4000):
-            guard.slots_changed([("allocated", "a", [i + 1])])
-            step(guard, f"k{i % 50}")
+        while done < 4000 or (len({r["decisions"]["step"] for r in reports[:200]}) <= 10 and done < 100_000):  # a busy machine
+            guard.slots_changed([("allocated", "a", [done + 1])])
+            step(guard, f"k{done % 50}")
             guard.count("shadow_steps")
+            done += 1
     finally:
         sys.setswitchinterval(interval)
         stop.set()
         asking.join()
     report = guard.report()
-    assert report["steps"]["fast"]["steps"] == report["counters"]["slots_allocated"] == report["counters"]["shadow_steps"] == 4000
+    assert report["steps"]["fast"]["steps"] == report["counters"]["slots_allocated"] == report["counters"]["shadow_steps"] == done
     assert len({r["decisions"]["step"] for r in reports}) > 10, "reports fell between the steps"
     assert [r["steps"]["fast"]["steps"] for r in reports] == [r["decisions"]["step"] for r in reports]
 

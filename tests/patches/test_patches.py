@@ -191,14 +191,24 @@ def test_the_real_modules_take_the_patches_before_and_after_import():
         import vllm.v1.worker.gpu.model_runner
         states = patches.state()
         print({s for p in states.values() for s in p["targets"].values()})
+        from types import SimpleNamespace as Step
         from vllm.v1.core.block_pool import BlockPool
-        pool = BlockPool(8, True, 16)
+        from vllm.model_executor.models.kimi_k3_fast import guard
+        hooks, pool = patches.hooks, BlockPool(8, True, 16)
         pool.get_new_blocks(2)
-        print(patches.hooks.ran)
+        print(hooks.ran)
+        guard.current().watching, pool = True, BlockPool(8, True, 16)
+        hooks.owner("a"); got = pool.get_new_blocks(3)
+        hooks.owner("b"); pool.touch(got[:1])
+        pool.free_blocks(got[1:]); pool.free_blocks(got[:1])
+        step = Step(); hooks.scheduled(step); hooks.step_received(step)
+        print(guard.current().ledger.writer, guard.current().report()["counters"])
     """)
     assert "refused [] []" in out
     assert "{'installed'}" in out
     assert "{'blocks_allocated': 1}" in out
+    # With the patches in place, vLLM's own block pool reaches the ledger.
+    assert "{1: 'a'}" in out and "'slots_allocated': 3" in out and "'slots_shared': 1" in out and "'slots_freed': 2" in out
 
 
 def test_a_patch_that_is_installed_but_never_runs_is_a_violation(fresh_guard, monkeypatch):
