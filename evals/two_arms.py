@@ -11,7 +11,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vllm.model_executor.models.kimi_k3_fast.cli.server import Server, ServerFailed
 from vllm.model_executor.models.kimi_k3_fast.evaluation import run, suites
@@ -28,9 +30,9 @@ SERVE = (
 )
 
 
-def fast_mode(mode: str) -> list[str]:
-    """`vllm serve` arguments that set the fork's mode: auto, require or off."""
-    return ["--additional-config", json.dumps({"kimi_k3_fast": {"mode": mode}})]
+def fast_mode(mode: str, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """`vllm serve` arguments that set the fork's mode (auto, require or off) and, if given, further settings."""
+    return ["--additional-config", json.dumps({"kimi_k3_fast": {"mode": mode, **(settings or {})}})]
 
 
 def main() -> int:
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument("--require-fast", type=float, default=0.99)
     parser.add_argument("--record", action="store_true", help="store the standard arm's scores as the suite's baseline")
     parser.add_argument("--out", type=Path, default=Path(".eval"))
+    parser.add_argument("--settings", default="{}", help="more settings of the fork for the fast arm, as JSON")
     args = parser.parse_args()
     begun = time.monotonic()
     standard, fast = args.out / "standard", args.out / "fast"
@@ -47,7 +50,7 @@ def main() -> int:
         with Server(args.checkpoint, [*SERVE, *fast_mode("off")], log=standard / "server.log") as server:
             run.gate(server.url, args.suite, standard, require_fast=None, record=args.record)
         print(f"standard arm done after {time.monotonic() - begun:.0f} s", flush=True)
-        with Server(args.checkpoint, [*SERVE, *fast_mode("auto")], log=fast / "server.log") as server:
+        with Server(args.checkpoint, [*SERVE, *fast_mode("auto", json.loads(args.settings))], log=fast / "server.log") as server:
             status, table = run.gate(server.url, args.suite, fast, require_fast=args.require_fast, against=standard)
     except (run.CouldNotTell, ServerFailed) as error:
         print(error, file=sys.stderr)

@@ -157,7 +157,7 @@ def test_64_clients_with_audit_and_shadow(tmp_path: Path) -> None:
         counters = rank["counters"]
         assert counters["audited_steps"] > 5 and counters["shadow_steps"] > 2, counters
         assert rank["steps"]["fast"]["steps"] > 50, rank["steps"]
-        assert set(rank["steps"]["by_reason"]) <= {"step_prefill"}, rank["steps"]["by_reason"]
+        assert rank["steps"]["fallback"] == 0, rank["steps"]["by_reason"]
         # The last request's slots are told with the next step, which does not come.
         assert counters["slots_freed"] >= counters["slots_allocated"] - 16, counters
     assert found["preemptions"] > 0 and found["prefix_hits"] > 0, "the load tests too little"

@@ -1,0 +1,232 @@
+"""The gate on a machine that lm-eval is not on: the questions go there in a file, and the answers come back in one.
+
+    python evals/offline.py ask QUESTIONS                          # here: lm-eval writes down what it would ask, wave by wave
+    python evals/offline.py answer CHECKPOINT QUESTIONS ANSWERS    # there: both servers in turn; the standard library and vLLM
+    python evals/offline.py judge ANSWERS                          # here: the same gate, on the recorded answers
+
+`ask` and `judge` run the gate itself against a local server: one that only takes notes, and one that plays a record back. So
+tasks, scores and verdict are those of `make eval`, and so is the guard's report, taken before and after on the far machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+MODEL = "k3-tiny"
+CHAT = "/v1/chat/completions"
+GOT = {"models": "/v1/models", "report": "/k3fast/report", "metrics": "/metrics"}  # what the gate reads before and after
+QUIET = 0.4  # seconds without a further request end a wave: its requests come within milliseconds
+
+
+def key(question: dict[str, Any]) -> str:
+    """Names a question: its messages and its seed."""
+    return hashlib.sha256(json.dumps([question["messages"], question.get("seed")]).encode()).hexdigest()
+
+
+# -- local servers ---------------------------------------------------------------------------------------------------------------
+class Notes:
+    """Takes down each wave of questions, and answers it with nothing."""
+
+    def __init__(self) -> None:
+        self.waves: list[list[dict[str, Any]]] = []
+        self._open: list[dict[str, Any]] = []
+        self._last, self._lock = 0.0, threading.Condition()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return (200, {"data": [{"id": MODEL}]}) if path == GOT["models"] else (404, {})
+
+    def post(self, question: dict[str, Any]) -> tuple[int, Any]:
+        """Holds the answer back until the wave is whole, as the gate sends the next one behind it."""
+        with self._lock:
+            wave = self._open
+            wave.append(question)
+            self._last = time.monotonic()
+            while wave is self._open and (left := self._last + QUIET - time.monotonic()) > 0:
+                self._lock.wait(left)
+            if wave is self._open:
+                self.waves.append(wave)
+                self._open = []
+                self._lock.notify_all()
+        choice = {"message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": 0, "completion_tokens": 0}}
+
+
+class Playback:
+    """Answers as an arm on another machine did. A question that was not asked there is an error, as is one asked too often."""
+
+    def __init__(self, arm: dict[str, Any]) -> None:
+        self._arm, self._asked = arm, False
+        self._answers: dict[str, list[Any]] = defaultdict(list)
+        for answer in arm["answers"]:
+            self._answers[answer["key"]].append(answer)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        name = next((name for name, route in GOT.items() if route == path), None)
+        found = self._arm["after" if self._asked else "before"].get(name)
+        return (404, {}) if found is None else (200, found)
+
+    def post(self, question: dict[str, Any]) -> tuple[int, Any]:
+        self._asked = True
+        left = self._answers[key(question)]
+        if not left:
+            return 500, {"error": {"message": "expected a recorded answer, found none: ask again, with this checkout's tasks"}}
+        answer = left.pop(0)
+        return answer["status"], answer["body"]
+
+
+@contextlib.contextmanager
+def local_server(what: Notes | Playback) -> Iterator[str]:
+    """Its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def reply(self, status: int, body: Any) -> None:
+            data = (body if isinstance(body, str) else json.dumps(body)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            self.reply(*what.get(self.path))
+
+        def do_POST(self) -> None:
+            self.reply(*what.post(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# -- the three steps -------------------------------------------------------------------------------------------------------------
+def ask(suite: str, file: Path, evals: Path | None = None) -> int:
+    """Write the suite's questions, a wave in each line. The number of questions."""
+    from vllm.model_executor.models.kimi_k3_fast.evaluation import arm, suites
+
+    notes = Notes()
+    with local_server(notes) as url, tempfile.TemporaryDirectory() as folder:
+        arm.run(url, suites.load(suite, evals or suites.EVALS), "questions", Path(folder))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(wave) + "\n" for wave in notes.waves))
+    return sum(map(len, notes.waves))
+
+
+def fetch(url: str, timeout: float = 60.0) -> Any:
+    """A route's body, as JSON where it is; None where the server has none."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, OSError):
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def put(url: str, question: dict[str, Any], timeout: float = 3600.0) -> dict[str, Any]:
+    """One answer: status and body, whatever it is."""
+    data, headers = json.dumps(question).encode(), {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + CHAT, data, headers), timeout=timeout) as answer:
+            status, body = answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        status, body = error.code, error.read().decode(errors="replace")
+    except (OSError, ValueError) as error:
+        status, body = 503, {"error": {"message": f"{type(error).__name__}: {error}"}}
+    return {"key": key(question), "status": status, "body": body}
+
+
+def answer(url: str, waves: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Ask a running server everything, each wave whole before the next one."""
+    took = {"before": {name: fetch(url + route) for name, route in GOT.items()}}
+    answers = []
+    with ThreadPoolExecutor(max(map(len, waves))) as pool:
+        for wave in waves:
+            answers += pool.map(lambda question: put(url, question), wave)
+    return {**took, "answers": answers, "after": {name: fetch(url + route) for name, route in GOT.items()}}
+
+
+def answer_both(checkpoint: Path, questions: Path, folder: Path, settings: dict[str, Any], more: list[str]) -> None:
+    """Both arms on this machine: mode off, then the fast path. Raises ServerFailed."""
+    from two_arms import SERVE, fast_mode
+
+    from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
+
+    waves = [json.loads(line) for line in questions.read_text().splitlines()]
+    for name, mode in (("standard", fast_mode("off")), ("fast", fast_mode("auto", settings))):
+        args = [*SERVE, *mode, *more]
+        began = time.monotonic()
+        with Server(checkpoint, args, log=folder / f"{name}.log") as server:
+            record = answer(server.url, waves)
+        (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
+        bad = sum(found["status"] != 200 for found in record["answers"])
+        print(f"{name}: {len(record['answers'])} answers, {bad} of them errors, in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def judge(suite: str, folder: Path, require_fast: float, evals: Path | None = None) -> tuple[int, str]:
+    """The gate on both arms; its exit status and table. Raises run.CouldNotTell."""
+    from vllm.model_executor.models.kimi_k3_fast.evaluation import run
+
+    arms = {name: Playback(json.loads((folder / f"{name}.json").read_text())) for name in ("standard", "fast")}
+    with local_server(arms["standard"]) as url:
+        run.gate(url, suite, folder / "standard", require_fast=None, evals=evals)
+    with local_server(arms["fast"]) as url:
+        return run.gate(url, suite, folder / "fast", require_fast=require_fast, against=folder / "standard", evals=evals)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words in (("ask", ["questions"]), ("answer", ["checkpoint", "questions", "answers"]), ("judge", ["answers"])):
+        command = commands.add_parser(name)
+        for word in words:
+            command.add_argument(word, type=Path)
+        if name == "answer":
+            command.add_argument("--settings", default="{}", help="of the fast arm, as JSON: '{\"allow_unvalidated\": true}'")
+            command.add_argument("serve", nargs="*", help="further arguments of `vllm serve`, after --")
+        else:
+            command.add_argument("--suite", default="tiny")
+    commands.choices["judge"].add_argument("--require-fast", type=float, default=0.99)
+    options = parser.parse_args()
+    if options.command == "ask":
+        print(f"{ask(options.suite, options.questions)} questions in {options.questions}")
+        return 0
+    if options.command == "answer":
+        options.answers.mkdir(parents=True, exist_ok=True)
+        answer_both(options.checkpoint, options.questions, options.answers, json.loads(options.settings), options.serve)
+        return 0
+    from vllm.model_executor.models.kimi_k3_fast.evaluation import run
+
+    try:
+        status, table = judge(options.suite, options.answers, options.require_fast)
+    except run.CouldNotTell as error:
+        print(error, file=sys.stderr)
+        return run.COULD_NOT_TELL
+    print(table)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
