@@ -334,9 +334,12 @@ def _attn_res(c: Any, score: Any, norm: Any, delta: Any, blocks: Any, prefix: An
     out.copy_(attn_res_form.rms_norm(mixed, norm.float(), c.eps, BF16) if c.normalise else mixed)
 
 
-def _oproj(c: Any, y: Any, weight: Any, prefix: Any) -> None:
-    assert c.world == 1
+def _oproj(c: Any, y: Any, weight: Any, prefix: Any, box: Any = None) -> None:
     summed = F.linear(_shaped(y, c.tokens, c.columns), weight)
+    assert (box is None) == (c.world == 1)
+    if box is not None:
+        assert box.layout.words >= c.words
+        summed = box.reduce(summed)
     prefix.copy_(summed if c.update == "write" else prefix + summed)
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from types import SimpleNamespace as Module
 
 import pytest
 import torch
 from cuda_fakes import BF16, CLOSES, KINDS, Meeting, backbone, caches, replace_kernels, step_tensors, stock, weights
 
+from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor
 from vllm.model_executor.models.kimi_k3_fast.fast import executor as cpu_executor
 from vllm.model_executor.models.kimi_k3_fast.fast.backend import Backend, TorchForms
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches, Executor
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import LayoutError, view_model
 from vllm.model_executor.models.kimi_k3_fast.fast.plan import Plan
+from vllm.model_executor.models.kimi_k3_fast.ops import (
+    attn_res,
+    build,
+    experts,
+    kda,
+    mla,
+    moe_front,
+    moe_tail,
+    oproj,
+    projection,
+)
 
 ARCH, STEPS, FIRST = "sm_90a", 3, 63  # the second step begins a new block of the latent cache
 SLOTS = [3, 1, 0, -1]
@@ -30,7 +44,7 @@ def cpu(dtype: torch.dtype) -> tuple[list[torch.Tensor], Caches]:
     return found, bound
 
 
-def cuda(world: int) -> list[tuple[list[torch.Tensor], Caches]]:
+def cuda(world: int, mailbox: bool = False) -> list[tuple[list[torch.Tensor], Caches]]:
     """The same by the CUDA executor on every rank."""
     meeting, found = Meeting(world), {}
 
@@ -38,7 +52,8 @@ def cuda(world: int) -> list[tuple[list[torch.Tensor], Caches]]:
         reduce = meeting.reduce(r) if world > 1 else lambda x: x
         model, kept = stock(weights(), r, world, reduce)
         bound = caches(BF16, r, world)
-        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, "cpu")
+        post = (lambda words: Module(layout=Module(words=words), reduce=reduce)) if mailbox else None
+        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, post, "cpu")
         run.prepare([len(SLOTS)])
         hidden = []
         for step in range(STEPS):
@@ -61,11 +76,11 @@ def close(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: st
     assert error <= 2 * own + 0.05, f"{what}: relative error {error:.4f}, PyTorch's {own:.4f}"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_steps_equal_the_cpu_executors(monkeypatch, world):
+@pytest.mark.parametrize(("world", "mailbox"), [(1, False), (2, False), (2, True)])
+def test_steps_equal_the_cpu_executors(monkeypatch, world, mailbox):
     replace_kernels(monkeypatch)
     (exact, exact_caches), (plain, plain_caches) = cpu(torch.float32), cpu(BF16)
-    for r, (hidden, bound) in enumerate(cuda(world)):
+    for r, (hidden, bound) in enumerate(cuda(world, mailbox)):
         for step in range(STEPS):
             close(hidden[step], plain[step], exact[step], f"rank {r} of {world}, step {step}")
         for name, ours in bound.state.items():
@@ -93,8 +108,6 @@ def test_one_rank_launches_what_the_architecture_says(monkeypatch):
 
 def test_every_kernel_is_known_before_it_runs(monkeypatch):
     """`prepare` has asked for each kernel of a step: a capture finds it loaded."""
-    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor
-
     launched = replace_kernels(monkeypatch)
     asked = []
     monkeypatch.setattr(cuda_executor, "compile_missing", lambda specs, arch, say: asked.extend(specs) or 0)
@@ -166,3 +179,46 @@ def test_experts_that_cannot_be_kept_do_not_stop_the_load():
     routed.quant_method.process_weights_after_loading(routed)  # already repacked: int32
     with pytest.raises(LayoutError, match=r"layer 1 experts: .*w13_weight: expected the checkpoint's MXFP4"):
         view_model(model, kept)
+
+
+# -- against the kernels' own parameters ----------------------------------------
+
+
+class Launch:
+    """A compiled kernel that checks its arguments as the generated launcher does, and launches nothing."""
+
+    def __init__(self, spec: build.KernelSpec, done: list[str]) -> None:
+        self.spec, self.done = spec, done
+
+    def __call__(self, *args: torch.Tensor, stream: int | None = None) -> None:
+        sizes: dict[str, int] = {}
+        for param, tensor in zip(self.spec.params, args, strict=True):
+            where = f"{self.spec.name}.{param.name}"
+            assert tensor.dtype == build.DTYPES[param.dtype][1], f"{where}: {tensor.dtype}"
+            assert not tensor.requires_grad and tensor.data_ptr() % param.align == 0, where
+            strides = param.strides or build._row_major(param)
+            dims = zip((*param.shape, *strides), (*tensor.shape, *tensor.stride()), strict=True)
+            for at, (wanted, found) in enumerate(dims):
+                if isinstance(wanted, build.Sym):
+                    assert sizes.setdefault(wanted.name, found) == found and found % wanted.divisible_by == 0, where
+                elif not (at >= tensor.dim() and tensor.shape[at - tensor.dim()] == 1):  # a stride nobody takes
+                    assert wanted == found, f"{where}: expected {param.shape} {strides}, found {tensor.shape} {tensor.stride()}"
+        self.done.append(self.spec.name)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64])
+def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens):
+    """The operators' own host halves, with the kernels behind them replaced."""
+    done: list[str] = []
+    launch = functools.cache(lambda spec, arch=None: Launch(spec, done))
+    for op in (attn_res, projection, oproj, kda, mla, moe_front, experts, moe_tail, build):
+        monkeypatch.setattr(op, "get", launch)
+    monkeypatch.setattr(cuda_executor, "compile_missing", lambda specs, arch, say: 0)
+    experts.plan.cache_clear()
+    model, kept = stock(weights())
+    bound = caches()
+    run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, device="cpu")
+    run.prepare([tokens])
+    run.run(tokens, torch.zeros(tokens, run.model.hidden, dtype=BF16), step_tensors([1] * tokens, 5))
+    experts.plan.cache_clear()
+    assert done.count("bf16_attn_res") == 2 * len(KINDS) + 1 and done.count("bf16_kda_decode") == KINDS.count("kda")

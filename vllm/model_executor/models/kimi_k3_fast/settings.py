@@ -55,6 +55,8 @@ class Settings:
     agree_every: steps between comparisons of the ranks' decisions.
     summary_seconds: interval of the log line; 0 is never.
     allow_unvalidated: take kernels on an architecture where they were compiled and order-checked but never run.
+    exchange: how ranks sum o_proj on GPUs: `stock`, vLLM's all-reduce behind it; `mailbox`, in its own launch over NVLink memory
+        (2, 4 or 8 ranks of one host).
     cpu_kernels: operators of the fast path on CPUs: `auto` takes C++ on the machine's best instruction set, or PyTorch where
         there is no library; `torch` is PyTorch; an instruction set's name forces that one.
     """
@@ -69,6 +71,7 @@ class Settings:
     agree_every: int = field(default=256, metadata={"low": 1})
     summary_seconds: float = field(default=60.0, metadata={"low": 0})
     allow_unvalidated: bool = False
+    exchange: Literal["stock", "mailbox"] = "stock"
     cpu_kernels: Literal["auto", "torch", "portable", "avx2", "avx512", "avx512bf16"] = "auto"
 
     def __post_init__(self) -> None:

@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.forward_context import get_forward_context
 from vllm.models.kimi_k3.nvidia.model import KimiK3ForConditionalGeneration, KimiLinearForCausalLM
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from .. import settings
+from ..comm import Mailbox
 from ..guard import current
 from ..scope import deployment
 from . import cuda_shadow, metadata
@@ -52,6 +54,7 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
             world,
             tensor_model_parallel_all_reduce if world > 1 else lambda x: x,
             metadata.bind_ranks(current()),
+            _mailbox if chosen.exchange == "mailbox" and world > 1 else None,
         )
 
     def forward(  # type: ignore[override]
@@ -124,6 +127,14 @@ class FastModelState(MambaHybridModelState):
         else:
             self.fast.record(metadata.batch_key(input_batch, cudagraph_mode.name.lower(), self.fast.generation))
         return found
+
+
+def _mailbox(words: int) -> Mailbox:
+    """This rank's mailbox in the tensor-parallel group. Raises ValueError where the group spans hosts: alike on every rank."""
+    group = get_tp_group()
+    if not all(in_the_same_node_as(group.cpu_group)):
+        raise ValueError("exchange is 'mailbox': expected all ranks on one host, found several; set it to 'stock'")
+    return Mailbox(group.cpu_group, words, group.device)
 
 
 def _routed_experts(layer: nn.Module) -> nn.Module | None:

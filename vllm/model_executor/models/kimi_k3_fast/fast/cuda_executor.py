@@ -1,10 +1,10 @@
 """The executor on GPUs: one decode step as a chain of our kernels over stock's weights and caches, made to be captured.
 
 `prepare` compiles and loads every kernel of a padded batch size and makes its buffers; `run` only launches. Both belong to one
-binding of the caches. AttnRes updates the residual prefix and closes blocks itself; with one rank, o_proj adds to the prefix in
-its own launch. With several ranks the partial sums (o_proj, the latent, the tail) go through `reduce`, stock's all-reduce: the
-up-projection, which every rank holds whole, is scaled by 1/ranks through its norm's weight, a power of two and so exact, and is
-summed with the shared experts' partial in one exchange.
+binding of the caches. AttnRes updates the residual prefix and closes blocks itself; o_proj adds to the prefix in its own launch,
+summed over the ranks in there where they have a mailbox. Other partial sums (the latent, the tail; o_proj without a mailbox) go
+through `reduce`, stock's all-reduce: the up-projection, which every rank holds whole, is scaled by 1/ranks through its norm's
+weight, a power of two and so exact, and is summed with the shared experts' partial in one exchange.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..comm import Box
 from ..ops import attn_res, build, experts, kda, mla, moe_front, moe_tail, oproj, projection
 from .compile_kernels import compile_missing
 from .cuda_views import Dense, Kda, Layer, Mix, Mla, Model, Moe
@@ -85,7 +86,8 @@ class StartUp:
 @dataclass
 class Executor:
     """Runs steps over `model` and the caches that `bound` finds. pages: width of each MLA layer's block table. ranks: of the
-    tensor-parallel group. No cache is held here: vLLM frees those of its memory profile while this executor still stands.
+    tensor-parallel group; reduce: its all-reduce; post: makes (or finds) this rank's mailbox of so many words, at the same point
+    on every rank. No cache is held here: vLLM frees those of its memory profile while this executor still stands.
 
     Raises ValueError in `prepare` where an operator has no kernel for a shape.
     """
@@ -96,11 +98,13 @@ class Executor:
     arch: str
     ranks: int = 1
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    post: Callable[[int], Box] | None = None
     device: torch.device | str = "cuda"
     cost: StartUp = field(default_factory=StartUp)
 
     def __post_init__(self) -> None:
         self.ready: dict[int, Ready] = {}
+        self.box: Box | None = None
         d, m = self.model.hidden, self.model
         self.prefix, self.blocks = self._zeros("bf16", ROWS, d), self._zeros("bf16", m.closed, ROWS, d)
         self.mixed, self.delta, self.hidden, self.out = (self._zeros("bf16", ROWS, d) for _ in range(4))
@@ -157,6 +161,11 @@ class Executor:
         self.cost.compile_seconds += time.monotonic() - before
         for tokens in wanted:
             self.ready[tokens] = self._plans(tokens, load=True)[0]
+        if self.post is not None:
+            plans = [
+                plan for ready in self.ready.values() for (what, *_), plan in ready.matmul.items() if what in ("write", "add")
+            ]
+            self.box = self.post(max(plan.words for plan in plans))
         for spec in dict.fromkeys(specs):
             build.get(spec, self.arch)
             self.cost.kernels += 1
@@ -171,9 +180,9 @@ class Executor:
         return layer.prev, layer.index > 0, layer.write, True
 
     def _before_mlp(self, layer: Layer) -> tuple[int, bool, int, bool]:
-        """With one rank o_proj has updated the prefix already; with several, its reduced sum is still to be added."""
+        """Where o_proj has not updated the prefix itself, its reduced sum is still to be added."""
         closes = layer.write >= 0
-        return layer.prev + closes, self.ranks > 1 and not closes, -1, True
+        return layer.prev + closes, self._update(layer) == "out" and not closes, -1, True
 
     def _at_end(self) -> tuple[int, bool, int, bool]:
         return self.model.closed, True, -1, False
@@ -206,7 +215,7 @@ class Executor:
                 config = (
                     projection.Config(tokens, m.hidden, inner)
                     if update == "out"
-                    else oproj.Config(tokens, m.hidden, inner, update=update)
+                    else oproj.Config(tokens, m.hidden, inner, world=self.ranks, update=update)
                 )
                 matmul[update, m.hidden, inner] = plain(projection if update == "out" else oproj, config)
             if isinstance(a, Kda):
@@ -257,7 +266,9 @@ class Executor:
 
     def _update(self, layer: Layer) -> str:
         """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
-        return "out" if self.ranks > 1 else "write" if layer.write >= 0 else "add"
+        if self.ranks > 1 and self.post is None:
+            return "out"
+        return "write" if layer.write >= 0 else "add"
 
     # -- a step ----------------------------------------
 
@@ -295,7 +306,7 @@ class Executor:
             self._mla(ready, a, step, caches.latent[a.name], packed, y)
         update = self._update(layer)
         if update != "out":
-            oproj.run(ready.matmul[update, hidden, inner], y, a.o_proj, self.prefix[:t])
+            oproj.run(ready.matmul[update, hidden, inner], y, a.o_proj, self.prefix[:t], self.box)
             return None
         out = self.out[:t]
         projection.run(ready.matmul[update, hidden, inner], y, a.o_proj, out)

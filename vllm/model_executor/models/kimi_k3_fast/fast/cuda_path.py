@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .. import guard as guards
+from ..comm import Box, Mailbox
 from ..guard import GraphKey, Guard, Mutation, Path
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
@@ -30,6 +31,7 @@ from .plan import Limits, Plan, StepKey, plan
 logger = logging.getLogger(__name__)
 
 BACKEND = "cute"
+RECYCLE_STEPS = 1 << 20  # of at most 128 layers: under 2^27 epochs of 2^32
 DISPATCH = Mutation(
     "CudaGraphManager.dispatch",
     "vLLM's",
@@ -46,7 +48,8 @@ class FastPathRequired(RuntimeError):
 
 class CudaPath:
     """One rank's fast path. kept: the routed experts of each MoE layer, copied at load. sizes: the padded decode batches that the
-    runner captures. ranks: of the tensor-parallel group; reduce: its all-reduce; all_gather: over its host side (None: one rank).
+    runner captures. ranks: of the tensor-parallel group; reduce: its all-reduce; all_gather: over its host side (None: one rank);
+    mailbox: makes this rank's of so many words, at the same point on every rank (None: o_proj is summed by `reduce`).
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class CudaPath:
         ranks: int = 1,
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         all_gather: AllGather | None = None,
+        mailbox: Callable[[int], Box] | None = None,
         device: torch.device | str = "cuda",
     ) -> None:
         self.guard: Guard = guards.current()
@@ -69,7 +73,7 @@ class CudaPath:
         self.model: Model | None = None
         self.executor: Executor | None = None
         self.staged: StepKey | None = None
-        self._gather = all_gather
+        self._gather, self._mailbox, self._box = all_gather, mailbox, None
         self._bound: Callable[[], Caches] | None = None
         self._turned_away: str | None = None
         mutations: list[Mutation] = []
@@ -128,7 +132,8 @@ class CudaPath:
         try:
             check_caches(self._bound())
             pages = {name: table.shape[1] for name, table in step.tables.items()}
-            executor = Executor(self.model, self._bound, pages, self.arch, self.ranks, self.reduce, self.device)
+            post = self._post if self._mailbox is not None else None
+            executor = Executor(self.model, self._bound, pages, self.arch, self.ranks, self.reduce, post, self.device)
             executor.prepare(self.sizes, lambda text: logger.info("Kimi K3 fast path: %s", text))
         except (ValueError, RuntimeError, TypeError, OSError) as error:
             logger.exception("Kimi K3 fast path: not prepared")
@@ -147,6 +152,13 @@ class CudaPath:
             executor.cost,
             as_dict(self.settings),
         )
+
+    def _post(self, words: int) -> Box:
+        """One mailbox serves all bindings, while it is large enough."""
+        if self._box is None or self._box.layout.words < words:
+            assert self._mailbox is not None
+            self._box = self._mailbox(words)
+        return self._box
 
     # -- a graph's life ----------------------------------------
 
@@ -215,6 +227,7 @@ class CudaPath:
     def record(self, key: StepKey) -> None:
         """A real step is about to run. A FULL graph's was closed when it was dispatched; any other runs stock's path."""
         self.staged = None
+        self._look_after_mailbox()
         retired, self._turned_away = self._turned_away, None
         if key.mode == "full":
             return
@@ -223,6 +236,16 @@ class CudaPath:
         if retired:
             found = (Refusal(Reason.PLAN_QUARANTINED, f"plan {retired}"), *found)
         self.guard.close_step(Path.STANDARD, found, retired, key.requests, key.tokens, key.tokens - key.prompt_tokens, 0)
+
+    def _look_after_mailbox(self) -> None:
+        """Read the mailbox' health now and then, and clear its words long before an epoch could come round. The steps are the
+        same on all ranks. Raises PeerLost, on every rank, where one did not answer."""
+        if self._box is None:
+            return
+        if self.guard.step % self.guard.policy.agree_every == 0:
+            self._box.health().check()
+        if isinstance(self._box, Mailbox) and self.guard.step and self.guard.step % RECYCLE_STEPS == 0:
+            self._box.recycle()
 
     def _ready(self) -> tuple[int, ...]:
         return tuple(self.executor.ready) if self.executor is not None else ()
