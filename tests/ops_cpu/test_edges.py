@@ -9,6 +9,8 @@ import torch
 from cases import attend_case, expert_weights, kda_case, normal
 
 from vllm.model_executor.models.kimi_k3_fast.ops.cpu import library
+from vllm.model_executor.models.kimi_k3_fast.ops.kda import torch_form as kda
+from vllm.model_executor.models.kimi_k3_fast.scope.rules import CPU_SIZES
 
 BF16, INT = torch.bfloat16, torch.int64
 
@@ -136,6 +138,43 @@ def test_moe(best):
     refused(lambda: best.route(normal(1, 8), normal(4, 8, dtype=BF16), torch.zeros(4), 2, True, 1.0), "gate", "float32")
 
 
+def at_size(best, name: str, size: int) -> None:
+    """The operator that bounds a size of `rules.CPU_SIZES`, with that size."""
+    f32, i64 = torch.float32, INT
+    if name == "KDA head width":
+        w = kda.Weights(normal(3 * size, 4), normal(size, 2), torch.ones(1, 1), normal(1, size), torch.ones(size), -5.0)
+        state = torch.zeros(2, 3, 3 * size), torch.zeros(2, 1, size, size)
+        best.kda_step(normal(1, 4 * size + 3), *state, torch.ones(1, dtype=i64), w, f32)
+    elif name == "KDA conv width":
+        packed, _, state, w, _ = kda_case(1, 1, f32, 2)
+        w = dataclasses.replace(w, conv=normal(384, size))
+        best.kda_step(packed, torch.zeros(2, size - 1, 384), state, torch.ones(1, dtype=i64), w, f32)
+    elif name == "MLA heads":
+        table, lengths = torch.zeros(1, 1, dtype=i64), torch.ones(1, dtype=i64)
+        best.attend(normal(1, size, 8), normal(1, 4, 8), table, lengths, 4, 1.0, 1)
+    elif name == "MLA key width":
+        best.absorb(normal(1, 1, size), normal(1, size, 8))
+    elif name == "AttnRes sources":
+        best.mix(normal(size, 1, 8), None, normal(8), None, 1e-5, f32)
+    elif name == "experts of a token":
+        best.route(normal(1, 8), normal(600, 8), normal(600), size, True, 1.0)
+    else:
+        latent, width = (size, 32) if name == "expert input" else (32, size)
+        w = expert_weights(1, latent, width)
+        best.experts(normal(1, latent), torch.zeros(1, 1, dtype=i64), torch.ones(1, 1), w, 4.0, 25.0)
+
+
+@pytest.mark.parametrize("name", CPU_SIZES)
+def test_the_bounds_of_the_scope_rule_are_those_of_the_library(best, name):
+    low, high, multiple = CPU_SIZES[name]
+    small = high < 2**20  # the others are bounded by memory long before
+    for size in {low, high} if small else {low, 3 * multiple}:
+        at_size(best, name, size)
+    for size in ({high + multiple, high + 1} if small else set()) | ({low + multiple // 2} if multiple > 1 else set()):
+        with pytest.raises(ValueError, match="expected"):
+            at_size(best, name, size)
+
+
 def test_the_last_row_of_a_table_is_no_edge(best):
     """The largest index that fits, of every operator that takes one: what is refused above starts right behind it."""
     packed, conv_state, state, w, _ = kda_case(1, 1, BF16, 6)
@@ -170,7 +209,7 @@ def test_sizes_whose_product_passes_the_integers_are_refused(best, size):
     }
     assert set(calls) == set(library.SIGNATURES) - {"set_level"}, "an operator was added"
     for name, arguments in calls.items():
-        with pytest.raises(ValueError, match="expected .* found") as error:
+        with pytest.raises(ValueError, match=r"expected .* found") as error:
             best._call(name, *arguments)
         assert str(size) in str(error.value) or name == "mix", f"{name}: {error.value}"
 

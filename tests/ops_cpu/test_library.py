@@ -144,8 +144,8 @@ def test_reserved_memory_is_enough(best):
 
 @pytest.mark.parametrize("binding", ["0", "0,1", "0|1"])
 def test_threads_are_those_that_vllm_bound(binding):
-    """One process a rank, with the environment that vLLM gives its workers. A rank of one CPU stays one thread; a thread of a rank
-    of two stays where it was bound: nobody is oversubscribed."""
+    """One process a rank, with the environment that vLLM gives its workers. A rank of one CPU stays one thread; the threads of a
+    rank of two stay where they were bound: nobody is oversubscribed."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs")
     script = (

@@ -273,9 +273,10 @@ def test_kda_prompt_in_pieces(cpp):
     """A prompt cut anywhere, and its decode steps, leave the same states up to rounding: what chunked prefill asks."""
     packed, conv_state, state, w, _ = kda_case(45, 2, torch.float32, 3)
     whole_conv, whole_state, slots = conv_state.clone(), state.clone(), torch.tensor([2])
-    prompt = lambda rows, conv, s, on: cpp.kda_prompt(
-        rows, conv, s, slots, torch.tensor([0, len(rows)]), torch.tensor([on]), w, torch.float32
-    )  # noqa: E731
+
+    def prompt(rows, conv, s, on):
+        return cpp.kda_prompt(rows, conv, s, slots, torch.tensor([0, len(rows)]), torch.tensor([on]), w, torch.float32)
+
     whole = prompt(packed, whole_conv, whole_state, False)
     parts = [prompt(packed[a:b], conv_state, state, a > 0) for a, b in ((0, 1), (1, 20), (20, 43))]
     parts += [cpp.kda_step(packed[t : t + 1], conv_state, state, slots, w, torch.float32) for t in (43, 44)]

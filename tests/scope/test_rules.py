@@ -32,9 +32,12 @@ REFUSED = [
     ({"replay_ssm": True}, Reason.REPLAY_SSM),
     ({"features": ("no AttnRes",)}, Reason.MODEL_FEATURES),
     ({"offload": True}, Reason.OFFLOAD),
+    ({"state_dtype": "bfloat16"}, Reason.STATE_LAYOUT),
     ({"options": ("batch invariance",)}, Reason.OPTIONS),
 ]
-CUDA = dataclasses.replace(PLAIN, platform="cuda", device_arch="sm_90a", runner="v2", cudagraph="full_and_piecewise")
+CUDA = dataclasses.replace(
+    PLAIN, attention_heads=96, kda_heads=96, platform="cuda", device_arch="sm_90a", runner="v2", cudagraph="full_and_piecewise"
+)
 REFUSED_ON_CUDA = [
     ({"device_arch": "sm_80a"}, Reason.OP_ARCH),
     ({"dtype": "float32"}, Reason.DTYPE),
@@ -45,6 +48,7 @@ REFUSED_ON_CUDA = [
     ({"cudagraph": "piecewise"}, Reason.CUDA_GRAPHS),
     ({"state_dtype": "bfloat16"}, Reason.STATE_LAYOUT),
     ({"conv_layout": "DS"}, Reason.STATE_LAYOUT),
+    ({"tensor_parallel": 3}, Reason.OP_SHAPE),
 ]
 
 
@@ -68,7 +72,26 @@ def test_each_rule_of_gpus_refuses_alone_and_says_what_it_found(change, reason):
     assert refusals(CUDA, lifted) == ()
     found = refusals(dataclasses.replace(CUDA, **change), lifted)
     assert [r.reason for r in found] == [reason]
-    assert next(iter(change.values())) in found[0].detail
+    assert str(next(iter(change.values()))) in found[0].detail
+
+
+@pytest.mark.parametrize("name", rules.CPU_SIZES)
+def test_a_size_that_the_cpu_operators_do_not_take_is_refused_before_a_step(name, monkeypatch):
+    """`tests/ops_cpu/test_edges.py` holds the bounds to what the library refuses."""
+    low, high, multiple = rules.CPU_SIZES[name]
+
+    def found(size, settings=Settings(), plain=PLAIN):
+        return refusals(dataclasses.replace(plain, sizes=((name, size),)), settings)
+
+    assert found(low) == found(high) == ()
+    for size in {low - multiple, high + multiple, high + 1} | ({low + multiple // 2} if multiple > 1 else set()):
+        refusal = found(size)
+        assert [r.reason for r in refusal] == [Reason.OP_SHAPE]
+        assert name in refusal[0].detail and str(size) in refusal[0].detail
+        assert len(found(size, Settings(cpu_kernels="torch"))) == (name in rules.PYTORCH_SIZES)
+        assert found(size, Settings(allow_unvalidated=True), CUDA) == (), "the bounds are the CPU's"
+    monkeypatch.setitem(rules.CPU_SIZES, name, (0, 2**40, 1))
+    assert found(high + 1) == (), "without its bound nothing else refuses the size"
 
 
 @pytest.mark.parametrize("arch", rules.COMPILED_FOR)

@@ -44,8 +44,8 @@ StepTensors = dict[str, StateSlots | CacheRows]  # by cache group
 
 
 class _Held:
-    """Where recorded calls find a step's indices: ids [max], slots [max], slot_mapping [max], lengths [max] and table [max, columns]
-    of each group; `columns` grows with the longest context, and whatever was recorded before is void then.
+    """Where recorded calls find a step's indices: ids [max], and for each group slots [max], or slot_mapping [max], lengths [max]
+    and a table [max, columns]. `columns` grows with the longest context; whatever was recorded before is void then.
     """
 
     def __init__(self, max_tokens: int, blocks: dict[str, int]) -> None:

@@ -44,6 +44,7 @@ class Deployment:
     offload: bool = False  # weights move between host and device
     attention_heads: int = 0
     kda_heads: int = 0
+    sizes: tuple[tuple[str, int], ...] = ()  # of the model on one rank, those that an operator bounds
     options: tuple[str, ...] = ()  # vLLM's, that ask something of every layer as it runs
     features: tuple[str, ...] = ()  # of the model's configuration, those that the fast path does not plan
 
@@ -100,9 +101,26 @@ def read(vllm_config: Any) -> Deployment:
         offload=offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         attention_heads=int(getattr(text, "num_attention_heads", 0) or 0),
         kda_heads=int(linear.get("num_heads", 0) or 0),
+        sizes=_sizes(text, linear, parallel.tensor_parallel_size),
         options=_options_of_layers(vllm_config, envs),
         features=_features_not_planned(text, linear, bool(quantization)),
     )
+
+
+def _sizes(text: Any, linear: Any, tensor_parallel: int) -> tuple[tuple[str, int], ...]:
+    """Name and value of every size that `rules.CPU_SIZES` bounds; one that the model does not have is left out."""
+    block = getattr(text, "attn_res_block_size", None)
+    found = {
+        "KDA head width": linear.get("head_dim"),
+        "KDA conv width": linear.get("short_conv_kernel_size"),
+        "MLA heads": (getattr(text, "num_attention_heads", 0) or 0) // tensor_parallel,
+        "MLA key width": getattr(text, "qk_nope_head_dim", None),
+        "AttnRes sources": 1 - (-text.num_hidden_layers // block) if block else None,
+        "experts of a token": getattr(text, "num_experts_per_token", None),
+        "expert input": getattr(text, "routed_expert_hidden_size", None),
+        "expert width": (getattr(text, "moe_intermediate_size", 0) or 0) // tensor_parallel,
+    }
+    return tuple((name, int(size)) for name, size in found.items() if size)
 
 
 def _options_of_layers(vllm_config: Any, envs: Any) -> tuple[str, ...]:

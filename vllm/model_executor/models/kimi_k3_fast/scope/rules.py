@@ -19,6 +19,18 @@ RUN_ON = ("cpu",)
 COMPILED_FOR = ("sm_90a", "sm_100a", "sm_103a")
 DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16",)}
 CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float32"), "cuda": ("auto", "bfloat16")}
+# Size of the model on one rank -> least, most, multiple of: what the C++ operators take, and PyTorch's forms of a few.
+CPU_SIZES = {
+    "KDA head width": (16, 256, 16),
+    "KDA conv width": (4, 4, 1),
+    "MLA heads": (1, 128, 1),
+    "MLA key width": (1, 512, 1),
+    "AttnRes sources": (1, 64, 1),
+    "experts of a token": (1, 512, 1),
+    "expert input": (32, 2**31, 32),
+    "expert width": (32, 2**30, 32),
+}
+PYTORCH_SIZES = ("KDA conv width", "expert input", "expert width")
 DECODE_GRAPHS = ("full", "full_decode_only", "full_and_piecewise")
 
 
@@ -96,13 +108,29 @@ def cuda_graphs(d: Deployment, _: Settings) -> Refusal | None:
 
 @rule
 def state_layout(d: Deployment, _: Settings) -> Refusal | None:
-    if d.platform != "cuda" or (d.state_dtype in ("float32", "auto") and d.conv_layout == "SD"):
+    if d.state_dtype in ("float32", "auto") and (d.platform != "cuda" or d.conv_layout == "SD"):
         return None
     return Refusal(Reason.STATE_LAYOUT, f"expected fp32 state and SD convolution state, found {d.state_dtype}, {d.conv_layout}")
 
 
 @rule
+def cpu_sizes(d: Deployment, settings: Settings) -> Refusal | None:
+    """The C++ operators refuse other sizes at the step, which would end its requests."""
+    if d.platform != "cpu":
+        return None
+    bounds = CPU_SIZES if settings.cpu_kernels != "torch" else {name: CPU_SIZES[name] for name in PYTORCH_SIZES}
+    wrong = []
+    for name, size in d.sizes:
+        low, high, multiple = bounds.get(name, (size, size, 1))
+        if not low <= size <= high or size % multiple:
+            wrong.append(f"expected {name} from {low} to {high} and a multiple of {multiple}, found {size}")
+    return Refusal(Reason.OP_SHAPE, "; ".join(wrong)) if wrong else None
+
+
+@rule
 def heads(d: Deployment, _: Settings) -> Refusal | None:
+    if d.platform == "cuda" and d.tensor_parallel & (d.tensor_parallel - 1):
+        return Refusal(Reason.OP_SHAPE, f"expected a power of two as TP size on GPUs, found {d.tensor_parallel}")
     if d.kda_heads % d.tensor_parallel == 0 and d.attention_heads % d.tensor_parallel == 0:
         return None
     return Refusal(

@@ -83,8 +83,8 @@ class Buffers:
 
 @dataclass
 class Tape:
-    """A step as it was run once: its calls in order, each with the arguments it had. `play` makes the same calls again: nothing is
-    checked, looked up or allocated for them in Python, and what they read and write lies where it lay.
+    """A step as it was run once: its calls in order, each with the arguments it had. `play` makes the same calls again: nothing
+    is checked, looked up or allocated for them in Python, and what they read and write lies where it lay.
     """
 
     library: ctypes.CDLL
