@@ -63,6 +63,7 @@ class Memory:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.spans: list[tuple[int, int, torch.Tensor]] = []
         self.starts: dict[int, int] = {}
+        self.prefetched: list[tuple[int, int]] = []  # (address, bytes) of every bulk prefetch
         end = 0
         for tensor in tensors:
             span = tensor.untyped_storage()
@@ -680,8 +681,18 @@ class Launch:
         return step
 
     def _synchronise(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
-        if name.startswith(("griddepcontrol", "fence", "prefetch", "membar", "cp.async.bulk.prefetch")):
+        if name.startswith(("griddepcontrol", "fence", "prefetch", "membar")):
             return lambda warp, mask: None
+        if name.startswith("cp.async.bulk.prefetch.L2"):
+            first, length = self._address(operands[0], scopes), self._source(operands[1], "u32", scopes)
+
+            def ask(warp: Warp, mask: Array) -> None:
+                for lane in np.flatnonzero(mask):
+                    at, size = int(first(warp)[lane]), int(np.broadcast_to(length(warp), LANES)[lane])
+                    self.memory.at(np.arange(at, at + size, 16), 16, text)
+                    self.memory.prefetched.append((at, size))
+
+            return ask
         if name.startswith("cp.async.commit_group"):
             return _commit
         if name.startswith("cp.async.wait_group"):
@@ -845,14 +856,17 @@ def run(
     cluster: int = 1,
     arch: str = "sm_90a",
     seed: int = 0,
+    prefetched: list[tuple[int, int]] | None = None,
 ) -> None:
     """Run one launch to its end, a cluster after the other. `grid` and `cluster` as the kernel's entry launches it. Outputs are
-    written into `tensors`."""
+    written into `tensors`; what was asked into L2, address and bytes, is appended to `prefetched`."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
     order = random.Random(seed)
     for one in Launch(spec, arch, tensors, grid, cluster, memory).clusters():
         _run_together([one], order)
     memory.give_back()
+    if prefetched is not None:
+        prefetched += memory.prefetched
 
 
 def run_ranks(

@@ -10,7 +10,18 @@ import importlib
 
 from .build import KernelSpec
 
-OPS: tuple[str, ...] = ("attn_res", "projection", "kda", "mla", "moe_front", "experts", "moe_tail", "oproj", "all_reduce")
+OPS: tuple[str, ...] = (
+    "attn_res",
+    "projection",
+    "kda",
+    "mla",
+    "moe_front",
+    "experts",
+    "moe_tail",
+    "oproj",
+    "all_reduce",
+    "prefetch",
+)
 
 # A kernel that keeps registers in memory is a failure, unless it is listed here with the reason: kernel name -> why.
 SPILLS: dict[str, str] = {
