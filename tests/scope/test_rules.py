@@ -9,7 +9,7 @@ from vllm.model_executor.models.kimi_k3_fast.reasons import Level, Reason
 from vllm.model_executor.models.kimi_k3_fast.scope import Deployment, refusals, rules
 from vllm.model_executor.models.kimi_k3_fast.settings import Settings
 
-PLAIN = Deployment(attention_heads=8, kda_heads=8)
+PLAIN, AUTO = Deployment(attention_heads=8, kda_heads=8), Settings()
 REFUSED = [
     ({"architecture": "LlamaForCausalLM"}, Reason.MODEL_NOT_K3),
     ({"device_arch": "sm_100a"}, Reason.UNVALIDATED),
@@ -80,7 +80,7 @@ def test_a_size_that_the_cpu_operators_do_not_take_is_refused_before_a_step(name
     """`tests/ops_cpu/test_edges.py` holds the bounds to what the library refuses."""
     low, high, multiple = rules.CPU_SIZES[name]
 
-    def found(size, settings=Settings(), plain=PLAIN):
+    def found(size, settings=AUTO, plain=PLAIN):
         return refusals(dataclasses.replace(plain, sizes=((name, size),)), settings)
 
     assert found(low) == found(high) == ()
