@@ -30,7 +30,6 @@ from typing import Any
 MODEL = "k3-tiny"
 CHAT = "/v1/chat/completions"
 GOT = {"models": "/v1/models", "report": "/k3fast/report", "metrics": "/metrics"}  # what the gate reads before and after
-QUIET = 0.4  # seconds without a further request end a wave: its requests come within milliseconds
 
 
 def key(question: dict[str, Any]) -> str:
@@ -40,29 +39,20 @@ def key(question: dict[str, Any]) -> str:
 
 # -- local servers ---------------------------------------------------------------------------------------------------------------
 class Notes:
-    """Takes down each wave of questions, and answers it with nothing."""
+    """Takes down each question, and answers with its number."""
 
     def __init__(self) -> None:
-        self.waves: list[list[dict[str, Any]]] = []
-        self._open: list[dict[str, Any]] = []
-        self._last, self._lock = 0.0, threading.Condition()
+        self.questions: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
 
     def get(self, path: str) -> tuple[int, Any]:
         return (200, {"data": [{"id": MODEL}]}) if path == GOT["models"] else (404, {})
 
     def post(self, question: dict[str, Any]) -> tuple[int, Any]:
-        """Holds the answer back until the wave is whole, as the gate sends the next one behind it."""
         with self._lock:
-            wave = self._open
-            wave.append(question)
-            self._last = time.monotonic()
-            while wave is self._open and (left := self._last + QUIET - time.monotonic()) > 0:
-                self._lock.wait(left)
-            if wave is self._open:
-                self.waves.append(wave)
-                self._open = []
-                self._lock.notify_all()
-        choice = {"message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+            number = len(self.questions)
+            self.questions.append(question)
+        choice = {"message": {"role": "assistant", "content": str(number)}, "finish_reason": "stop"}
         return 200, {"choices": [choice], "usage": {"prompt_tokens": 0, "completion_tokens": 0}}
 
 
@@ -120,16 +110,25 @@ def local_server(what: Notes | Playback) -> Iterator[str]:
 
 
 # -- the three steps -------------------------------------------------------------------------------------------------------------
-def ask(suite: str, file: Path, evals: Path | None = None) -> int:
+def ask(suite_name: str, file: Path, evals: Path | None = None) -> int:
     """Write the suite's questions, a wave in each line. The number of questions."""
     from vllm.model_executor.models.kimi_k3_fast.evaluation import arm, suites
 
-    notes = Notes()
+    suite, notes = suites.load(suite_name, evals or suites.EVALS), Notes()
     with local_server(notes) as url, tempfile.TemporaryDirectory() as folder:
-        arm.run(url, suites.load(suite, evals or suites.EVALS), "questions", Path(folder))
+        arm.run(url, suite, "questions", Path(folder))
+        replies = [json.loads(line) for line in (Path(folder) / "requests.jsonl").read_text().splitlines()]
+    by_task: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for reply in replies:
+        by_task.setdefault((reply["seed"], reply["task"]), []).append(reply)
+    waves = []
+    for (_, task), asked in by_task.items():
+        asked.sort(key=lambda reply: reply["item"])
+        size = suite.tasks[task].wave
+        waves += [[notes.questions[int(r["text"])] for r in asked[i : i + size]] for i in range(0, len(asked), size)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(wave) + "\n" for wave in notes.waves))
-    return sum(map(len, notes.waves))
+    file.write_text("".join(json.dumps(wave) + "\n" for wave in waves))
+    return len(replies)
 
 
 def fetch(url: str, timeout: float = 60.0) -> Any:
