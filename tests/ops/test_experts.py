@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+import bulk_machine
 import pytest
 import torch
 
@@ -162,6 +163,40 @@ def test_the_kernels_compile(
     config = replace(op.SMALL, width=width)
     for spec in op.plan(config, arch, tactic, compiled=False).specs:
         assert not findings(spec, arch), spec
+
+
+ON_MACHINE = op.Config(tokens=3, hidden=256, width=32, experts=6, top_k=2)
+FEW = op.Tactic(grouped=False, split=2, teams=2, stages=3, ahead=1, height=16, warps=3, depth=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "tactic", "live", "meet"),
+    [
+        (ON_MACHINE, FEW, 2, None),  # a padded row
+        (replace(ON_MACHINE, tokens=4), replace(FEW, grouped=True, slots=2), 4, 3),  # experts with more tokens than slots
+        (replace(ON_MACHINE, width=96), replace(FEW, teams=3, split=1, height=8, depth=1), 3, None),
+    ],
+    ids=["pairs", "grouped", "three groups"],
+)
+def test_the_compiled_kernels_compute_the_reference(
+    config: op.Config, tactic: op.Tactic, live: int, meet: int | None, fresh_store: build.Store
+) -> None:
+    """Their PTX, on the machine of the tests: w13 by a grid of three blocks, then w2; outputs are NaN before."""
+    tactic = op.fitted(config, tactic)
+    weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
+    hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
+    tensors = {**vars(weights), **vars(routing), "z": z, "hidden": hidden, "out": out}
+    w13, w2 = op.specs_for(config, tactic)
+    w13 = replace(w13, config=replace(w13.config, grid=3))
+    for spec, blocks in ((w13, 3), (w2, config.hidden // tactic.height)):
+        bulk_machine.run(spec, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
+    exact = reference.experts(config, weights, z, routing)
+    plain = torch_form.run(
+        z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
+    )
+    assert (out[live:] == 0).all()
+    ours, theirs = ((x[:live].double() - exact[:live]).abs().max() for x in (out, plain))
+    assert ours <= 2 * theirs, (float(ours), float(theirs))
 
 
 @pytest.mark.parametrize(

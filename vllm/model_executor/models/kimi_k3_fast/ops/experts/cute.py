@@ -33,6 +33,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
+from cutlass.memory import SmemAllocator
 
 from ..device.ptx import load_shared, prefetch_bytes, sigmoid, store_shared
 from ..device.reduce import warp_max
@@ -461,7 +462,7 @@ def _roles_w13(
 def _memory_w13(c: Any) -> tuple:
     """Stages, barriers (full, then empty), zeros, token rows, partial sums, factors of the token rows' parts."""
     layout = _layout_w13(c)
-    allocator = cutlass.utils.SmemAllocator()
+    allocator = SmemAllocator()
     stages = allocator.allocate(c.stages * layout.stage, byte_alignment=128)
     tokens = allocator.allocate(c.teams * c.slots * layout.token, byte_alignment=128)
     sums = allocator.allocate(c.teams * layout.sums, byte_alignment=128)
@@ -672,7 +673,7 @@ def _write_w2(c: cutlass.Constexpr, sums: Any, out: Any):
 def _memory_w2(c: Any) -> tuple:
     """Stages of this warp, its barriers, the table, all sums (set to zero), zeros."""
     layout = Second(c.width, c.height, c.slots)
-    allocator = cutlass.utils.SmemAllocator()
+    allocator = SmemAllocator()
     warp = cute.arch.warp_idx()
     stages = allocator.allocate(c.warps * c.depth * layout.stage, byte_alignment=128) + warp * (c.depth * layout.stage)
 

@@ -1,0 +1,198 @@
+"""The PTX machine with what the expert and top-k kernels use besides: bulk copies onto mbarriers, named barriers, atomics, votes.
+
+A bulk copy lands at once or only when somebody waits for its barrier, by chance: a stage that is filled while it is still read
+shows as well as one that is read before it is full.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from ptx_machine import BASE, LANE, LANES, POLL, Array, Launch, Memory, Step, Warp, _run_together
+
+from vllm.model_executor.models.kimi_k3_fast.ops.build import KernelSpec
+
+
+class BulkLaunch(Launch):
+    """A launch that knows more instructions."""
+
+    chance = random.Random(0)
+
+    def _step(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
+        root, kind = name.split(".")[0], name.split(".")[-1]
+        if name.startswith("cp.async.bulk.shared"):
+            return self._bulk(operands, scopes, text)
+        if name.startswith("mbarrier.try_wait"):
+            return self._landing(super()._step(name, operands, scopes, text), operands, scopes)
+        if name.startswith("mbarrier.arrive.shared"):
+            where = self._address(operands[1], scopes)
+
+            def arrive(warp: Warp, mask: Array) -> None:
+                for lane in np.flatnonzero(mask):
+                    barrier = warp.block.barriers[int(where(warp)[lane])]
+                    barrier.missing -= 1
+                    barrier.settle()
+
+            return arrive
+        if name in ("bar.sync", "barrier.sync") and len(operands) == 2:
+            return self._named_barrier(operands, scopes)
+        if name == "bar.warp.sync":
+            return lambda warp, mask: None
+        if root in ("atom", "red"):
+            return self._atomic(name, operands, scopes, text)
+        if root in ("redux", "vote"):
+            return self._of_warp(name, operands, scopes)
+        if name.startswith("shfl.sync.up"):
+            return self._from_below(operands, scopes)
+        if root in ("lop3", "popc", "div", "rem"):
+            return self._number(root, kind, operands, scopes)
+        return super()._step(name, operands, scopes, text)
+
+    def _bulk(self, operands: list[str], scopes: Any, text: str) -> Step:
+        target, source, barrier = (self._address(operands[i], scopes) for i in (0, 1, 3))
+        size = self._source(operands[2], "u32", scopes)
+
+        def copy(warp: Warp, mask: Array) -> None:
+            lanes = np.flatnonzero(mask)
+            to, where, at, sizes = (np.broadcast_to(f(warp), LANES) for f in (target, source, barrier, size))
+            for lane in lanes:
+                count = int(sizes[lane])
+                assert count % 16 == 0 and to[lane] % 16 == 0 and where[lane] % 16 == 0, f"misaligned copy: {text}"
+                self.memory.at(where[lane] + 16 * np.arange(count // 16), 16, text)
+                waiting = vars(warp.block).setdefault("copies", {}).setdefault(int(at[lane]), [])
+                waiting.append((int(to[lane]), int(where[lane]) - BASE, count))
+                if self.chance.random() < 0.5:
+                    self._land(warp, int(at[lane]))
+
+        return copy
+
+    def _land(self, warp: Warp, at: int) -> None:
+        waiting = vars(warp.block).get("copies", {}).get(at, [])
+        barrier = warp.block.barriers[at]
+        while waiting:
+            to, source, size = waiting.pop()
+            warp.block.shared[to : to + size] = self.memory.bytes[source : source + size]
+            barrier.bytes -= size
+            barrier.settle()
+
+    def _landing(self, test: Step, operands: list[str], scopes: Any) -> Step:
+        where = self._address(operands[1], scopes)
+
+        def step(warp: Warp, mask: Array) -> None:
+            for at in np.unique(where(warp)[mask]):
+                self._land(warp, int(at))
+            test(warp, mask)
+
+        return step
+
+    def _named_barrier(self, operands: list[str], scopes: Any) -> Step:
+        number, threads = (self._source(o, "u32", scopes) for o in operands)
+
+        def meet(warp: Warp, mask: Array) -> None:
+            rooms = vars(warp.block).setdefault("rooms", {})
+            for room in np.unique(np.broadcast_to(number(warp), LANES)[mask]):
+                here = mask & (np.broadcast_to(number(warp), LANES) == room)
+                state = rooms.setdefault(int(room), {"arrived": 0, "over": 0, "since": {}})
+                for lane in np.flatnonzero(here):
+                    key = (warp.number, int(lane))
+                    if key not in state["since"]:
+                        state["since"][key] = state["over"]
+                        state["arrived"] += 1
+                if state["arrived"] == int(np.broadcast_to(threads(warp), LANES)[0]):
+                    state["arrived"], state["over"] = 0, state["over"] + 1
+                for lane in np.flatnonzero(here):
+                    key = (warp.number, int(lane))
+                    if state["since"][key] < state["over"]:
+                        del state["since"][key]
+                    else:
+                        warp.pc[lane] -= 1
+                        warp.status[lane] = POLL
+
+        return meet
+
+    def _atomic(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
+        returns = name.startswith("atom")
+        target = self._named(operands[0], scopes) if returns else None
+        address, value = self._address(operands[returns], scopes), self._source(operands[1 + returns], "u32", scopes)
+        combine = (lambda a, b: a + b) if ".add" in name else (lambda a, b: a | b)
+        shared = ".shared" in name
+
+        def step(warp: Warp, mask: Array) -> None:
+            old = np.zeros(LANES, dtype=np.uint32)
+            for lane in np.flatnonzero(mask):
+                at = np.broadcast_to(address(warp), LANES)[lane]
+                if shared:
+                    space, index = warp.block.shared, int(at) + np.arange(4)
+                else:
+                    space, index = self.memory.bytes, self.memory.at(np.array([at]), 4, text)[0]
+                old[lane] = space[index].copy().view(np.uint32)[0]
+                new = combine(int(old[lane]), int(np.broadcast_to(value(warp), LANES)[lane])) & 0xFFFFFFFF
+                space[index] = np.array([new], dtype=np.uint32).view(np.uint8)
+            if target:
+                warp.write(target, old, mask)
+
+        return step
+
+    def _of_warp(self, name: str, operands: list[str], scopes: Any) -> Step:
+        target, ballot = self._named(operands[0], scopes), name.startswith("vote.sync.ballot")
+        value = self._source(operands[1], "pred" if ballot else "u32", scopes)
+        reduce = np.maximum if ".max" in name else np.minimum if ".min" in name else np.add
+
+        def step(warp: Warp, mask: Array) -> None:
+            assert mask.all(), f"{name} wants a whole warp"
+            found = np.broadcast_to(value(warp), LANES)
+            result = (found.astype(np.uint64) << LANE.astype(np.uint64)).sum() if ballot else reduce.reduce(found)
+            warp.write(target, np.full(LANES, result, dtype=np.uint32), mask)
+
+        return step
+
+    def _from_below(self, operands: list[str], scopes: Any) -> Step:
+        target = self._named(operands[0].split("|")[0], scopes)
+        value, by = (self._source(operands[i], "u32", scopes) for i in (1, 2))
+
+        def step(warp: Warp, mask: Array) -> None:
+            assert mask.all(), "a shuffle wants a whole warp"
+            at = LANE - np.broadcast_to(by(warp), LANES).astype(np.int64)
+            warp.write(target, np.broadcast_to(value(warp), LANES)[np.where(at >= 0, at, LANE)], mask)
+
+        return step
+
+    def _number(self, root: str, kind: str, operands: list[str], scopes: Any) -> Step:
+        target, kind = self._named(operands[0], scopes), "u32" if root in ("lop3", "popc") else kind
+        inputs = [self._source(o, kind, scopes) for o in operands[1:4]]
+        assert root != "lop3" or operands[4].lower() == "0xca", "one function of three words is known: b where a, else c"
+
+        def quotient(a: Array, b: Array) -> Array:
+            if kind == "f32":
+                return (a.astype(np.float64) / b).astype(np.float32)
+            a, b = a.astype(np.int64), b.astype(np.int64)
+            return np.sign(a) * np.sign(b) * (abs(a) // np.maximum(abs(b), 1))
+
+        def compute(values: list[Array]) -> Array:
+            if root == "lop3":
+                return (values[0] & values[1]) | (~values[0] & values[2])
+            if root == "popc":
+                return np.array([bin(int(v)).count("1") for v in values[0]])
+            if root == "div":
+                return quotient(*values)
+            return values[0].astype(np.int64) - quotient(*values) * values[1].astype(np.int64)
+
+        def step(warp: Warp, mask: Array) -> None:
+            found = compute([np.broadcast_to(f(warp), LANES) for f in inputs])
+            bits = found if kind == "f32" else found.astype(np.int64).astype(np.uint32)
+            warp.write(target, bits.view(np.uint32), mask)
+
+        return step
+
+
+def run(spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0) -> None:
+    """As `ptx_machine.run`."""
+    memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
+    launch, order = BulkLaunch(spec, arch, tensors, grid, 1, memory), random.Random(seed)
+    launch.chance = order
+    for cluster in launch.clusters():
+        _run_together([cluster], order)
+    memory.give_back()
