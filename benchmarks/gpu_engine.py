@@ -373,6 +373,15 @@ def provenance(commit: str | None) -> dict[str, Any]:
     }
 
 
+def start_up(record: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds that each engine took to start, and what the fork's own part of it was on the slowest rank."""
+    took = {f"{name}_seconds": facts["start_seconds"] for name, facts in record["arms"].items()}
+    gauges = [rank.get("gauges", {}) for rank in record["guard"] or ()]
+    for name in sorted({name for rank in gauges for name in rank if name.startswith("startup_")}):
+        took[name] = round(max(rank.get(name, 0.0) for rank in gauges), 2)
+    return took
+
+
 def gpu_bytes() -> int:
     """Memory of the smallest GPU here; 0 without one. Asked of another process: this one stays off the GPUs."""
     ask = "import torch; print(*(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())))"
@@ -496,6 +505,8 @@ def run(options: argparse.Namespace) -> int:
                 print(f"greedy: {len(record['greedy']['differences'])} differences; {shown}", flush=True)
                 save()
             record["guard"] = arms["fast"].call("report")
+            record["start_up"] = start_up(record)
+            print(f"start-up: {record['start_up']}", flush=True)
             record["arms_at_end"] = {name: arm.call("facts")["ranks"] for name, arm in arms.items()}
         except ArmFailed as error:
             record["failed"] = str(error)

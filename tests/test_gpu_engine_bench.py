@@ -207,6 +207,13 @@ def test_table_puts_runs_side_by_side() -> None:
     assert all(line.count("|") == 16 for line in lines)
 
 
+def test_start_up_is_the_slowest_ranks() -> None:
+    guard = [{"gauges": {"startup_compile_seconds": seconds, "shadow_worst_ratio": 1.0}} for seconds in (1.0, 2.0)]
+    record = {"arms": {"stock": {"start_seconds": 30.0}, "fast": {"start_seconds": 40.0}}, "guard": guard}
+    wanted = {"stock_seconds": 30.0, "fast_seconds": 40.0, "startup_compile_seconds": 2.0}
+    assert gpu_engine.start_up(record) == wanted
+
+
 def test_trace_summary() -> None:
     one = [(0.0, 10.0, "gemm"), (5.0, 12.0, "gemm"), (12.0, 13.0, "Memcpy DtoH"), (14.0, 20.0, "ncclAllReduce")]
     rows = [(start + at, end + at, name) for at in (0.0, 30.0) for start, end, name in one]
