@@ -23,6 +23,7 @@ import torch
 from cpu_decode import copy_bandwidth, provenance
 
 from vllm.model_executor.models.kimi_k3_fast.fast.backend import Forms, TorchForms
+from vllm.model_executor.models.kimi_k3_fast.model import kda as equations
 from vllm.model_executor.models.kimi_k3_fast.ops.cpu import CpuForms
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
 from vllm.model_executor.models.kimi_k3_fast.ops.kda.torch_form import Weights as KdaWeights
@@ -78,6 +79,41 @@ def kda(tokens: int) -> Case:
         return lambda ops: ops.kda_step(packed, conv_state, states, slots, w, BF16)
 
     return rotated("kda", moved, make)
+
+
+def kda_prompt(tokens: int) -> Case:
+    """A prompt of one request, from a zero state, against the chunks of the standard path."""
+    width = HEADS * DIM
+    packed, slots = torch.randn(tokens, 4 * width + DIM + HEADS, dtype=BF16), torch.ones(1, dtype=torch.long)
+    w = KdaWeights(
+        torch.randn(3 * width, 4),
+        torch.randn(width, DIM, dtype=BF16),
+        torch.ones(HEADS, 1),
+        torch.randn(HEADS, DIM),
+        torch.ones(DIM),
+        -5.0,
+    )
+    conv_state, state = torch.zeros(2, 3, 3 * width, dtype=BF16), torch.zeros(2, HEADS, DIM, DIM)
+    starts, resumed = torch.tensor([0, tokens]), torch.zeros(1, dtype=torch.bool)
+
+    def standard() -> torch.Tensor:
+        qkv, gate, f_a, beta = packed.split([3 * width, width, DIM, HEADS], dim=1)
+        heads = lambda x: x.unflatten(-1, (HEADS, DIM))  # noqa: E731
+        g = equations.log_decay(heads(torch.nn.functional.linear(f_a, w.f_b)), torch.zeros(HEADS), w.dt_bias, -5.0)
+        mixed, conv_state[1] = equations.short_conv(qkv, torch.zeros_like(conv_state[1]), w.conv)
+        q, k, v = (heads(x) for x in mixed.chunk(3, dim=-1))
+        o, state[1] = equations.chunked(
+            *equations.normalise(q, k), v.float(), g, beta.float().sigmoid(), torch.zeros_like(state[1])
+        )
+        return equations.gated_norm(o.to(BF16), heads(gate), w.out_norm)
+
+    def call(ops: Forms) -> torch.Tensor:
+        if isinstance(ops, CpuForms):
+            return ops.kda_prompt(packed, conv_state, state, slots, starts, resumed, w, BF16)
+        return standard()
+
+    moved = size(packed, w.f_b, w.conv) + 2 * tokens * width + 2 * width * DIM * 4
+    return Case(f"kda prompt of {tokens}", moved, [call, call])  # the inputs are read once
 
 
 def attend(tokens: int, context: int) -> Case:
@@ -179,6 +215,10 @@ def cases(tokens: int, context: int) -> list[Callable[[], Case]]:
     ]
 
 
+def prompts() -> list[Callable[[], Case]]:
+    return [lambda n=n: kda_prompt(n) for n in (64, 512)]  # type: ignore[misc]
+
+
 def measure(case: Case, forms: dict[str, Forms], seconds: float) -> dict[str, float]:
     """Median microseconds of a call of each form, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in forms}
@@ -194,6 +234,32 @@ def measure(case: Case, forms: dict[str, Forms], seconds: float) -> dict[str, fl
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Share of the copy's bandwidth of every operator of a decode step, a bar for each batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in report["results"] if "prompt" not in row["op"]]
+    batches = sorted({row["batch"] for row in rows})
+    names = list(dict.fromkeys(row["op"].partition(",")[0] for row in rows))
+    shares = {(row["op"].partition(",")[0], row["batch"]): row["share"] for row in rows}
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for place, batch in enumerate(batches):
+        at = [i + (place - (len(batches) - 1) / 2) * 0.8 / len(batches) for i in range(len(names))]
+        heights = [shares.get((name, batch), 0.0) for name in names]
+        axes.barh(at, heights, 0.75 / len(batches), label=f"batch {batch}", color=pyplot.cm.Blues_r(0.15 + 0.2 * place))
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes that must move, over time, against a copy in the same process (1 is the copy)")
+    axes.set_title(f"{report['backend']}, {report['provenance']['cpu']}, {report['threads']} threads", fontsize=10)
+    axes.legend(fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -207,8 +273,9 @@ def main() -> None:
     report: dict[str, Any] = {"benchmark": "cpu_ops", "backend": cpp.name, "threads": torch.get_num_threads(), "results": []}
     report["provenance"], bandwidth = provenance(), copy_bandwidth()
     report["copy_gb_per_s"] = bandwidth / 1e9
-    for batch in map(int, options.batches.split(",")):
-        for make in cases(batch, options.context):
+    batches = [(batch, cases(batch, options.context)) for batch in map(int, options.batches.split(","))]
+    for batch, made in [*batches, (1, prompts())]:
+        for make in made:
             case = make()
             found = measure(case, forms, options.seconds)
             floor = case.bytes / bandwidth * 1e6
@@ -228,6 +295,7 @@ def main() -> None:
             )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
+    plot(report, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -117,6 +117,51 @@ def test_padding_leaves_every_other_slot_alone():
             assert torch.equal(old[rest], new[rest]) and not torch.equal(old[3], new[3])
 
 
+def drawn_steps() -> list[tuple[torch.Tensor, Any]]:
+    """Steps of changing width, whose requests change places, over contexts that outgrow the table held at first."""
+    steps = []
+    for number, slots in enumerate([[3, 7, 1], [7], [1, 3, 0], [7, 3], [2, 3, 7], [5], [7, 1, 4]]):
+        live, width = torch.tensor(slots) > 0, len(slots)
+        lengths = torch.where(live, 59 + 3 * number + torch.arange(width), 0)  # the ninth block begins at 64
+        table = torch.stack([torch.randperm(SLOTS - 1) + 1 for _ in slots])
+        at = (lengths - 1).clamp_min(0)
+        rows = torch.where(live, table[torch.arange(width), at // BLOCK] * BLOCK + at % BLOCK, -1)
+        held = {"kda": StateSlots(torch.tensor(slots)), "mla": CacheRows(rows, table, lengths, int(lengths.max()))}
+        steps.append((torch.randint(0, 20, (width,)), held))
+    return steps
+
+
+@pytest.mark.parametrize("level", cpu.available())
+def test_a_played_step_is_the_recorded_one(level):
+    """One executor, which plays what it recorded, against one made anew for each step: the same bits, experts and caches."""
+    torch.manual_seed(1)
+    backend, played, fresh = pick(level), backbone(torch.bfloat16), backbone(torch.bfloat16)
+    executor, steps = Executor(played, backend, 4), drawn_steps()
+    reserved = backend.forms.allocations()
+    for ids, tensors in steps + steps:
+        plan, once = Plan("decode", len(ids), 1, backend.name, 1), Executor(fresh, backend, 4)
+        executor.choices, once.choices = [], []
+        found, expected = executor.run(plan, ids, tensors), once.run(plan, ids, tensors)
+        assert torch.equal(found, expected) and len(found) == len(ids)
+        assert len(executor.choices) == 3 and all(map(torch.equal, executor.choices, once.choices))
+    assert all(map(torch.equal, caches(played), caches(fresh)))
+    assert backend.forms.allocations() == reserved, "the memory reserved at binding is enough"
+
+
+def test_a_step_that_fails_is_not_played_again():
+    (ids, tensors), *_ = drawn_steps()
+    bad = tensors | {"kda": StateSlots(torch.tensor([3, SLOTS, 1]))}
+    views = backbone(torch.bfloat16)
+    executor, plan = Executor(views, pick("auto"), 4), Plan("decode", 3, 1, "cpp", 1)
+    with pytest.raises(ValueError, match="expected slots"):
+        executor.run(plan, ids, bad)
+    views_of_another = backbone(torch.bfloat16)
+    expected = Executor(views_of_another, pick("auto"), 4).run(plan, ids, tensors)
+    assert torch.equal(executor.run(plan, ids, tensors), expected)
+    with pytest.raises(ValueError, match="expected slots"):  # a played one, too, says what does not fit
+        executor.run(plan, ids, bad)
+
+
 def test_the_choice_has_a_reason(monkeypatch):
     assert (pick("torch").name, pick("torch").refusal) == ("torch", None)
     assert pick("auto").name == f"cpp-{cpu.available()[-1]}" and pick("auto").refusal is None
