@@ -20,7 +20,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +312,36 @@ def specs_of(s: Slice, batch: int, tactics: list[str], arch: str) -> list[build.
     return [*found, kda.plan(kda.Config(s.heads, batch, kda.columns(s.heads)), arch, load=False).spec]
 
 
+TABLES = {"in_proj": ("projection",), "o_proj": ("projection", "oproj"), "front": ("moe_front",), "tail": ("moe_tail",)}
+PLACES = {"in_proj": 1, "o_proj": 3, "front": 5, "tail": -1}  # of the matmuls in a layer's launches
+
+
+def write_tables(folder: Path, results: list[dict[str, Any]], arch: str, source: dict[str, Any]) -> None:
+    """For every slice and batch the tactics of the fastest chain into the ops' tactics.json: a matmul is never alone in a step.
+    `us` and `incumbent_us` are what the kernel costs its chain and the default's, `chain_us` the whole layer.
+    """
+    sizes = ("rows", "columns", "latent", "experts", "shared")
+    fresh: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for s, batch in dict.fromkeys((r["slice"], r["batch"]) for r in results):
+        case = [r for r in results if (r["slice"], r["batch"]) == (s, batch) and r["finite"]]
+        best, default = min(case, key=lambda r: r["us"]), next((r for r in case if r["tactic"] == "default"), None)
+        for name, config in matmuls(Slice(int(s[2:])), batch).items():
+            tactic = cut(name, config, best["tactic"], arch).shape.tactic
+            shape = {f: getattr(config, f) for f in sizes if f in config.__dataclass_fields__}
+            at = PLACES[name]
+            row = {"arch": arch, "tokens": batch, **shape, "tactic": asdict(tactic), "us": round(best["costs_us"][at][1], 2)}
+            row |= {"incumbent": "default", "incumbent_us": round(default["costs_us"][at][1], 2) if default else None}
+            row |= {"chain_us": round(best["us"], 2), "from": source}
+            for op in TABLES[name]:
+                if op != "oproj" or tactic.groups * tactic.splits <= 132:
+                    fresh.setdefault(op, {})[(arch, *sorted(shape.items()), batch)] = row
+    for op, rows in fresh.items():
+        path, names = folder / op / "tactics.json", [n for n in next(iter(rows.values())) if n in sizes]
+        old = {(r["arch"], *sorted((n, r[n]) for n in names), r["tokens"]): r for r in json.loads(path.read_text())}
+        table = sorted((old | rows).items(), key=lambda item: str(item[0]))
+        path.write_text("[\n" + ",\n".join(json.dumps(row) for _, row in table) + "\n]\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -320,6 +350,7 @@ def main() -> None:
     parser.add_argument("--timeline", type=Path, help="folder for one file a case: start us, duration us, kernel")
     parser.add_argument("--tactics", default="default", help="descriptions of the matmuls' tactic, separated by semicolons")
     parser.add_argument("--compile", metavar="ARCH", help="compile the matmuls for this architecture and stop; needs no GPU")
+    parser.add_argument("--tables", type=Path, help="folder of the ops, whose tactics.json take the fastest tactics")
     parser.add_argument("--commit")
     options = parser.parse_args()
     tactics = [text.strip() for text in options.tactics.split(";")]
@@ -366,11 +397,14 @@ def main() -> None:
                 (options.timeline / f"{case}.txt").write_text(text)
         del weights
         torch.cuda.empty_cache()
+    where = provenance(options.commit)
+    if options.tables:
+        source = {name: where[name] for name in ("gpu", "driver", "commit", "date", "versions")}
+        write_tables(options.tables, results, arch, source)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
-            json.dumps({"benchmark": "layer_chain", "provenance": provenance(options.commit), "results": results}, indent=1)
-            + "\n"
+            json.dumps({"benchmark": "layer_chain", "provenance": where, "results": results}, indent=1) + "\n"
         )
 
 

@@ -30,7 +30,7 @@ def configs(tokens: int, shared: int, quick: bool) -> list[op.Config]:
     first = op.Config(tokens, COLUMNS, EXPERTS, LATENT, shared)
     others = [op.Config(tokens, COLUMNS, EXPERTS, LATENT, shared, tactic=t) for t in tactics(sum(first.rows), (COLUMNS,), tokens)]
     usable = [c for c in others if op.unavailable_reason(c, "sm_90a") is None and c.shape.tactic != first.shape.tactic]
-    return [first, *(usable if not quick and tokens in (1, 8) else [] if quick else usable[:2])]
+    return [first, *usable[: 0 if quick else 11 if tokens in (1, 8) else 7]]
 
 
 def stock_front(s: dict[str, torch.Tensor]) -> Callable[[int], object]:

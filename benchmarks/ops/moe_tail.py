@@ -27,7 +27,7 @@ ROWS, LATENT = 7168, 3584
 
 def configs(tokens: int, shared: int, quick: bool) -> list[op.Config]:
     every = tactics(ROWS, (LATENT, shared), tokens)
-    chosen = every if not quick and tokens in (1, 8) else every[:1] if quick else every[:4]
+    chosen = every[: 1 if quick else 12 if tokens in (1, 8) else 8]
     return [op.Config(tokens, ROWS, LATENT, shared, tactic=tactic) for tactic in chosen]
 
 

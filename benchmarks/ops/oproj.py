@@ -23,11 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.ops.ahead import compile_all
+from benchmarks.ops.projection import name as tactic_name
 from benchmarks.timing import Case, arguments, copies_for, main
 from vllm.model_executor.models.kimi_k3_fast.comm import Mailbox
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import oproj as op
-from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, tactics
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import tactics
 
 ROWS = 7168
 COLUMNS = {"tp8": 1536, "tp16": 768, "tp1": 12288}
@@ -35,9 +36,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def name(config: op.Config) -> str:
-    t: Tactic = config.shape.tactic
     shots = "" if config.world == 1 else f"{2 if config.two_shot else 1}-shot "
-    return f"{shots}g{t.groups} s{t.splits} {t.row_warps}x{t.k_warps}w t{t.tiles} d{t.depth}"
+    return shots + tactic_name(config.shape.tactic)
 
 
 def configs(tokens: int, columns: int, world: int, quick: bool) -> list[op.Config]:
@@ -46,7 +46,7 @@ def configs(tokens: int, columns: int, world: int, quick: bool) -> list[op.Confi
         every = [op.Config(tokens, ROWS, columns, world, shots=shots) for shots in (1, 2)]
     else:
         found = tactics(ROWS, (columns,), tokens)
-        wanted = 1 if quick else 24 if tokens in (1, 8) else 4
+        wanted = 1 if quick else 12 if tokens in (1, 8) else 8
         every = [op.Config(tokens, ROWS, columns, tactic=tactic) for tactic in found[:wanted]]
     return [config for config in every if op.unavailable_reason(config, "sm_90a") is None]
 

@@ -28,14 +28,16 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 def name(tactic: Tactic) -> str:
     t = tactic
+    if t.chunk:
+        return f"ring c{t.chunk} m{t.stages} f{t.fetchers} s{t.splits} {t.row_warps}x{t.k_warps}w"
     last = f"m{t.stages}" if t.stages else f"d{t.depth}"
     return f"g{t.groups} s{t.splits} {t.row_warps}x{t.k_warps}w t{t.tiles} {last}"
 
 
 def configs(tokens: int, rows: int, columns: int, quick: bool) -> list[op.Config]:
-    """Few for the batches between, all for batch 1 and 8."""
+    """Few for the batches between, more for batch 1 and 8."""
     every = tactics(rows, (columns,), tokens)
-    chosen = every if not quick and tokens in (1, 8) else every[:1] if quick and tokens <= 16 else every[:5]
+    chosen = every[: 1 if quick else 12 if tokens in (1, 8) else 8]
     return [op.Config(tokens, rows, columns, tactic=tactic) for tactic in chosen]
 
 

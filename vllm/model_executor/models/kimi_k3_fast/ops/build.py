@@ -337,9 +337,9 @@ def tool(name: str) -> str:
 
 @contextlib.contextmanager
 def _largest_carveout() -> Iterator[None]:
-    """Every launch asks for the largest shared-memory carve-out, as a launch attribute: the DSL's `preferred_smem_carveout` reaches
-    only kernels that the DSL itself loads, no exported ones. Kernels of different carve-outs cannot share an SM, so a change between
-    two of them drains it, and the later one's weights cannot be on their way early.
+    """Every launch asks for the largest shared-memory carve-out, as a launch attribute: the DSL's `preferred_smem_carveout`
+    reaches only kernels that the DSL itself loads, no exported ones. Kernels of different carve-outs cannot share an SM, so a
+    change between two of them drains it, and the later one's weights cannot be on their way early.
     """
     from cutlass import Int32
     from cutlass._mlir.dialects import cuda as dialect

@@ -12,11 +12,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .skinny import Tactic
+
 
 @functools.cache
 def rows(folder: Path) -> tuple[dict[str, Any], ...]:
     """The table of the op in `folder`."""
     return tuple(json.loads((folder / "tactics.json").read_text()))
+
+
+def tactic(folder: Path, tokens: int, **shape: int) -> Tactic | None:
+    """As `chosen`, for the matmuls of `skinny.py`. Blackwell, where nothing was measured, has as much shared memory and takes
+    what sm_90a takes.
+    """
+    found = chosen(folder, "sm_90a", {"tokens": tokens, **shape}, "tokens")
+    return Tactic(**found) if found else None
 
 
 def chosen(folder: Path, arch: str, shape: dict[str, int], batch: str) -> dict[str, Any] | None:

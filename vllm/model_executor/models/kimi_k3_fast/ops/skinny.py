@@ -257,12 +257,19 @@ def streamed_tactic(rows: int, columns: tuple[int, ...], tokens: int, sms: int =
 
 
 def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) -> list[Tactic]:
-    """Tactics worth measuring, the default first: more or fewer warps along K, loads in flight, splits, and smaller blocks."""
-    first = default_tactic(rows, columns, tokens, sms)
-    found = [first]
+    """Tactics worth measuring: the default, rings, small blocks of one tile, then more or fewer warps along K, loads in flight,
+    splits and waves of blocks.
+    """
+    first, kib = default_tactic(rows, columns, tokens, sms), 1024
+    sizes = [(512, 168, 1, 2), (256, 168, 1, 2), (512, 208, 1, 2), (1024, 208, 1, 2), (256, 110, 1, 2), (512, 168, 1, 4)]
+    if tokens > 16:
+        sizes = [(256, 208, 1, 2), (256, 208, 2, 2), (128, 208, 2, 2), (128, 208, 2, 4)]
+    rings = [ring_tactic(rows, columns, tokens, sms, chunk, space * kib, splits, f) for chunk, space, splits, f in sizes]
+    found = [first, *(t for t in rings if Shape(tokens, columns, t).problem() is None)]
     if first.stages:
         others = [streamed_tactic(rows, columns, tokens, cover, splits) for cover, splits in ((sms, 1), (sms, 4))]
-        return [first, *(t for t in others if t != first)]
+        return list(dict.fromkeys([*found, *others]))
+    found.append(Tactic(ceil_div(rows, TILE), k_warps=8, tiles=1, depth=4, resident=2))
     for splits in sorted({1, 2, first.splits, min(8, 2 * first.splits)}):
         for waves in (1, 2, 4):  # blocks for each SM
             groups = min(waves * sms // splits, ceil_div(rows, TILE))
@@ -271,7 +278,7 @@ def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) ->
                 row_warps = ceil_div(held, tiles)
                 for k_warps, steps in ((8, 1), (8, 2), (8, 4), (4, 2), (4, 4), (4, 8)):
                     found.append(Tactic(groups, splits, row_warps, k_warps, tiles, depth=steps * tiles))
-    return [t for i, t in enumerate(found) if t not in found[:i] and _sensible(Shape(tokens, columns, t), rows, first)]
+    return [t for t in dict.fromkeys(found) if t.chunk or _sensible(Shape(tokens, columns, t), rows, first)]
 
 
 def _sensible(shape: Shape, rows: int, first: Tactic) -> bool:

@@ -10,10 +10,12 @@ renormalised weights; and, where asked for, the list of (token, slot) pairs by e
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ...reasons import Reason, Refusal
+from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
 from ..skinny import Shape, Tactic, ceil_div, default_tactic
 
@@ -44,9 +46,14 @@ class Config:
     @property
     def shape(self) -> Shape:
         """The geometry of a block; the same for all three matrices."""
-        return Shape(self.tokens, (self.columns,), self.tactic or self._default())
+        return Shape(self.tokens, (self.columns,), self.tactic or self._chosen())
 
-    def _default(self) -> Tactic:
+    def _chosen(self) -> Tactic:
+        """The measured tactic, else one that fits."""
+        sizes = {"columns": self.columns, "experts": self.experts, "latent": self.latent, "shared": self.shared}
+        found = measured.tactic(Path(__file__).parent, self.tokens, **sizes)
+        if found:
+            return found
         tactic = default_tactic(sum(self.rows), (self.columns,), self.tokens)
         groups = max(3, tactic.groups)
         held = ceil_div(max(ceil_div(r, g) for r, g in zip(self.rows, deal(self.rows, groups), strict=True)), 16)
@@ -92,6 +99,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def spec(config: Config) -> KernelSpec:
+    config = replace(config, tactic=config.shape.tactic)
     t, k = config.tokens, config.columns
     params = (
         Param("router", "bf16", (config.experts, k), STATIC),

@@ -8,11 +8,13 @@ up-projection may be a shard of rows or a share of K; the caller passes what thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ...reasons import Reason, Refusal
+from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
 from ..skinny import Shape, Tactic, default_tactic
 
@@ -31,8 +33,11 @@ class Config:
 
     @property
     def shape(self) -> Shape:
-        columns = (self.latent, self.shared)
-        return Shape(self.tokens, columns, self.tactic or default_tactic(self.rows, columns, self.tokens))
+        columns, tactic = (self.latent, self.shared), self.tactic
+        if tactic is None and self.r_dtype == "bf16":
+            sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared}
+            tactic = measured.tactic(Path(__file__).parent, self.tokens, **sizes)
+        return Shape(self.tokens, columns, tactic or default_tactic(self.rows, columns, self.tokens))
 
 
 @dataclass(frozen=True)
@@ -56,14 +61,13 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     if config.r_dtype not in ("bf16", "f32"):
         return Refusal(Reason.OP_SHAPE, f"moe_tail: expected r in bf16 or f32, found {config.r_dtype}")
     if config.r_dtype == "f32" and config.shape.tactic.stages:
-        return Refusal(
-            Reason.OP_SHAPE, "moe_tail: expected r in bf16 where operands are streamed (more than 16 tokens), found f32"
-        )
+        return Refusal(Reason.OP_SHAPE, "moe_tail: expected r in bf16 where it passes through stages, found f32")
     problem = config.shape.problem() or config.shape.uncovered(config.rows)
     return Refusal(Reason.OP_SHAPE, f"moe_tail: {problem}") if problem else None
 
 
 def spec(config: Config) -> KernelSpec:
+    config = replace(config, tactic=config.shape.tactic)
     t, d, latent, shared = config.tokens, config.rows, config.latent, config.shared
     params = (
         Param("up", "bf16", (d, latent), STATIC),

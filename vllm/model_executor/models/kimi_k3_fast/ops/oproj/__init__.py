@@ -16,13 +16,15 @@ Sums run in the order of ranks, so all ranks hold the same bits. With one rank n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
+from .. import measured
 from ..build import ACTIVATION, ARCHS, MAILBOX, SCALAR, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
 from ..skinny import Shape, Tactic, ceil_div, default_tactic
 
@@ -50,7 +52,8 @@ class Config:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.tokens, (self.columns,), self.tactic or default_tactic(self.rows, (self.columns,), self.tokens))
+        tactic = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, rows=self.rows, columns=self.columns)
+        return Shape(self.tokens, (self.columns,), tactic or default_tactic(self.rows, (self.columns,), self.tokens))
 
     @property
     def two_shot(self) -> bool:
@@ -110,6 +113,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def spec(config: Config) -> KernelSpec:
+    config = replace(config, tactic=config.shape.tactic)
     params: tuple[Param, ...] = (
         Param("w", "bf16", (config.rows, config.columns), STATIC),
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),

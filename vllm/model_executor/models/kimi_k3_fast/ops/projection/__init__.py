@@ -6,11 +6,13 @@ dependency wait; `ops/skinny.py` has the geometry. One launch, no workspace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ...reasons import Reason, Refusal
+from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
 from ..skinny import Shape, Tactic, default_tactic
 
@@ -18,7 +20,7 @@ from ..skinny import Shape, Tactic, default_tactic
 @dataclass(frozen=True)
 class Config:
     """Sizes: `tokens` of this (padded) batch, `rows` x `columns` of the weight. `out`: "bf16" or "f32". `tactic`: None for the
-    default.
+    measured one, or else the default.
     """
 
     tokens: int
@@ -29,7 +31,8 @@ class Config:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.tokens, (self.columns,), self.tactic or default_tactic(self.rows, (self.columns,), self.tokens))
+        tactic = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, rows=self.rows, columns=self.columns)
+        return Shape(self.tokens, (self.columns,), tactic or default_tactic(self.rows, (self.columns,), self.tokens))
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def spec(config: Config) -> KernelSpec:
+    config = replace(config, tactic=config.shape.tactic)  # what was measured becomes part of the kernel's identity
     params = (
         Param("w", "bf16", (config.rows, config.columns), STATIC),
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
