@@ -25,7 +25,7 @@ ARROWS: dict[str, tuple[frozenset[str], object]] = {
     "ops": (frozenset({"reasons", "comm"}), "no"),
     "comm": (frozenset({"reasons"}), "no"),
     "fast": (
-        frozenset({"reasons", "settings", "scope", "ops", "guard", "model"}),
+        frozenset({"reasons", "settings", "scope", "ops", "comm", "guard", "model"}),
         {"metadata.py", "views.py", "served.py", "cuda.py", "standard.py", "standard_views.py", "replay.py"},
     ),
     "guard": (frozenset({"reasons"}), {"api.py"}),
