@@ -161,7 +161,7 @@ def floor_bytes(full_tp: int, layers: int, batch: int, context: int) -> int:
     return weights + state + batch * context * token_bytes(layers)
 
 
-def cache_bytes(full_tp: int, layers: int, total: int, engines: int = 2, overhead: int = 7 << 30) -> int:
+def cache_bytes(full_tp: int, layers: int, total: int, engines: int = 2, overhead: int = 8 << 30) -> int:
     """Cache bytes for each of `engines` (stock's and the fork's, or the fork's alone) that share a GPU of `total` bytes.
 
     overhead: CUDA context, activations of a prefill chunk and graphs of one engine. Raises ValueError where nothing is left.
