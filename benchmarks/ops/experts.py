@@ -84,7 +84,7 @@ class Call:
         hidden = torch.zeros(config.pairs, config.width, dtype=torch.bfloat16, device="cuda")
         zero = torch.zeros(1, dtype=torch.int32, device="cuda")
         bias = torch.zeros(config.experts, device="cuda")
-        return cls(config, weights, routings, logits, z, op.Scratch(hidden), torch.zeros_like(z), bias, zero)
+        return cls(config, weights, routings, logits, z, op.Scratch(hidden, zero.clone()), torch.zeros_like(z), bias, zero)
 
     @property
     def distinct(self) -> float:
@@ -97,16 +97,19 @@ class Call:
         return round(self.distinct * row * {"w13": 2, "w2": 1}.get(part, 3))
 
     def ours(self, i: int, plan: op.Plan, part: str, choice: moe_front.TopkPlan | None = None) -> None:
+        """A fused plan has no parts: w13 and w2 alone are of the others."""
         routing = self.routings[i]
         if choice:
             r = routing
             groups = (r.offsets, r.pairs, r.active, r.num_active, self.arrived)
             listed = moe_front.Groups(*groups) if choice.config.grouped else None  # type: ignore[arg-type]
             moe_front.run_topk(choice, self.logits[i], self.bias, r.num_tokens, r.ids, r.weights, listed)
-        if part != "w2":
+        if part == "w13":
             op.run_w13(plan, self.weights, self.z, routing, self.scratch)
-        if part != "w13":
+        elif part == "w2":
             op.run_w2(plan, self.weights, routing, self.scratch, self.out)
+        else:
+            op.run(plan, self.weights, self.z, routing, self.scratch, self.out)
 
     def theirs(self, i: int, run: Callable[..., None], choose: Callable[..., object] | None = None) -> None:
         ids, weights = self.routings[i].ids, self.routings[i].weights
@@ -216,7 +219,8 @@ def cases(tps: list[int], batches: list[int], parts: list[str]) -> Iterator[Case
                     if run and choose:
                         variants[STOCK] = partial(call.theirs, run=run, choose=choose)
                 else:
-                    variants = {str(plan.tactic): partial(call.ours, plan=plan, part=part) for plan in plans}
+                    whole = [plan for plan in plans if part == "both" or not plan.tactic.fused]
+                    variants = {str(plan.tactic): partial(call.ours, plan=plan, part=part) for plan in whole}
                     if run and part == "both":
                         variants[STOCK] = partial(call.theirs, run=run)
                 label = {"tp": tp, "batch": batch, "part": part, "experts": round(call.distinct, 1)}

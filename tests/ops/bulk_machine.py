@@ -39,6 +39,8 @@ class BulkLaunch(Launch):
             return arrive
         if name in ("bar.sync", "barrier.sync") and len(operands) == 2:
             return self._named_barrier(operands, scopes)
+        if name == "trap":
+            return _trap
         if name == "bar.warp.sync":
             return lambda warp, mask: None
         if root in ("atom", "red"):
@@ -188,11 +190,18 @@ class BulkLaunch(Launch):
         return step
 
 
-def run(spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0) -> None:
-    """As `ptx_machine.run`."""
+def _trap(warp: Warp, mask: Array) -> None:
+    raise AssertionError(f"the kernel gave up in block {warp.block.index}, warp {warp.number}")
+
+
+def run(
+    spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0, together: bool = False
+) -> None:
+    """As `ptx_machine.run`; `together`: all blocks at once, for a kernel whose blocks wait for each other."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
     launch, order = BulkLaunch(spec, arch, tensors, grid, 1, memory), random.Random(seed)
     launch.chance = order
-    for cluster in launch.clusters():
-        _run_together([cluster], order)
+    clusters = list(launch.clusters())
+    for some in [clusters] if together else [[cluster] for cluster in clusters]:
+        _run_together(some, order)
     memory.give_back()

@@ -16,7 +16,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 TINY = replace(op.SMALL, tokens=3, experts=8)
-SCHEDULES = [op.PAIRS, op.GROUPED]
+SCHEDULES = [op.PAIRS, op.GROUPED, op.FUSED]
 
 
 def make_weights(
@@ -175,8 +175,9 @@ FEW = op.Tactic(grouped=False, split=2, teams=2, stages=3, ahead=1, height=16, w
         (ON_MACHINE, FEW, 2, None),  # a padded row
         (replace(ON_MACHINE, tokens=4), replace(FEW, grouped=True, slots=2), 4, 3),  # experts with more tokens than slots
         (replace(ON_MACHINE, width=96), replace(FEW, teams=3, split=1, height=8, depth=1), 3, None),
+        (ON_MACHINE, replace(FEW, height=128, depth=1, fused=True), 2, None),  # entries left after the first ones
     ],
-    ids=["pairs", "grouped", "three groups"],
+    ids=["pairs", "grouped", "three groups", "fused"],
 )
 def test_the_compiled_kernels_compute_the_reference(
     config: op.Config, tactic: op.Tactic, live: int, meet: int | None, fresh_store: build.Store
@@ -185,11 +186,18 @@ def test_the_compiled_kernels_compute_the_reference(
     tactic = op.fitted(config, tactic)
     weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
     hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
-    tensors = {**vars(weights), **vars(routing), "z": z, "hidden": hidden, "out": out}
-    w13, w2 = op.specs_for(config, tactic)
-    w13 = replace(w13, config=replace(w13.config, grid=3))
-    for spec, blocks in ((w13, 3), (w2, config.hidden // tactic.height)):
-        bulk_machine.run(spec, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
+    meeting = torch.zeros(1, dtype=torch.int32)
+    tensors = {**vars(weights), **vars(routing), "z": z, "hidden": hidden, "out": out, "meeting": meeting}
+    for spec in op.specs_for(config, tactic):
+        blocks = 3 if spec.config.grid else config.hidden // tactic.height
+        small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
+        arguments = {p.name: tensors[p.name] for p in spec.params}
+        bulk_machine.run(small, arguments, (blocks,), seed=live, together=tactic.fused)
+        if tactic.fused:  # the second launch finds the meeting place as the first left it
+            assert int(meeting) == -(1 << 31)
+            out.fill_(torch.nan)
+            bulk_machine.run(small, arguments, (blocks,), seed=live, together=True)
+            assert int(meeting) == 0
     exact = reference.experts(config, weights, z, routing)
     plain = torch_form.run(
         z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
@@ -269,7 +277,8 @@ def poisoned(config: op.Config) -> tuple[op.Scratch, torch.Tensor]:
     def buffer(rows: int, columns: int) -> torch.Tensor:
         return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
 
-    return op.Scratch(buffer(config.pairs, config.width)), buffer(config.tokens, config.hidden)
+    meeting = torch.zeros(1, dtype=torch.int32, device="cuda")
+    return op.Scratch(buffer(config.pairs, config.width), meeting), buffer(config.tokens, config.hidden)
 
 
 def check(config: op.Config, tactic: op.Tactic, weights: torch_form.Weights, z: torch.Tensor, routing: op.Routing) -> None:

@@ -1,4 +1,4 @@
-"""Routed MXFP4 experts, W4A16: w13 with SiTU, then w2 with the weighted sum over a token's experts. Two kernels for every batch.
+"""Routed MXFP4 experts, W4A16: w13 with SiTU, then w2 with the weighted sum over a token's experts. One kernel or two.
 
 Two schedules, chosen by a tactic:
     pairs    every (token, slot) pair is an entry of its own. No sorting; right while nearly all pairs have different experts.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
 from .layout import ROUND, First, Second
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Tactic:
     split: warps that share the columns of a w13 tile; teams: how many such tiles are multiplied at a time; stages: w13 tiles in
     shared memory, as many as fit at most; ahead: experts whose w2 the w13 kernel brings into L2 when its own weights are under
     way; height: rows of w2 that a block owns; warps: of a w2 block; depth: experts that each of them has in shared memory at
-    most; slots: tokens of an expert that are fetched at a time, where pairs are grouped.
+    most; slots: tokens of an expert that are fetched at a time, where pairs are grouped; fused: one kernel for both products of
+    pairs that are not grouped, with `warps` those of the teams and nothing to bring `ahead`.
     """
 
     grouped: bool
@@ -78,10 +79,12 @@ class Tactic:
     warps: int = 12
     depth: int = 3
     slots: int = 1
+    fused: bool = False
 
     def __str__(self) -> str:
+        kind = "grouped" if self.grouped else "fused" if self.fused else "pairs"
         w13 = f"s{self.split}-t{self.teams}-g{self.stages}-a{self.ahead}"
-        return f"{'grouped' if self.grouped else 'pairs'}-{w13}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
+        return f"{kind}-{w13}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernels in launch order: w13, w2. `kernels` is empty where nothing was compiled."""
+    """Kernels in launch order: w13, w2, or one for both. `kernels` is empty where nothing was compiled."""
 
     config: Config
     tactic: Tactic
@@ -141,9 +144,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Buffer between the kernels: `hidden` [T k, I], two-byte words."""
+    """Buffers between the products: `hidden` [T k, I], two-byte words; for a fused tactic also `meeting` [1] int32, zero before
+    the first launch, where the blocks of one launch at a time meet.
+    """
 
     hidden: torch.Tensor
+    meeting: torch.Tensor | None = None
 
 
 def hidden_shift(config: Config) -> int:
@@ -197,29 +203,41 @@ def fitted(config: Config, tactic: Tactic) -> Tactic:
     grouped = tactic.grouped or config.tokens > COLUMNS
     split = _fitting(tactic.split, config.hidden // ROUND)
     height = _fitting(tactic.height, config.hidden)
+    fused = tactic.fused and not grouped and config.hidden // height <= SM_COUNT  # all its blocks run at once
     slots = min(tactic.slots, config.tokens) if grouped else 1
-    second = Second(config.width, height, slots)
-    pairs = _rows(config) * config.top_k
+    warps = split * tactic.teams if fused else tactic.warps
+    first, second = First(config.hidden, slots, split, tactic.teams), Second(config.width, height, slots)
+    sizes = (warps, _rows(config), _entries(config), _rows(config) * config.top_k)
+    least = first.fixed + 2 * first.stage if fused else 0  # both kernels' memory in one block
+    depth = second.depth(tactic.depth, *sizes, taken=least)
+    taken = second.fixed(*sizes) + warps * depth * second.stage if fused else 0
     return replace(
         tactic,
         grouped=grouped,
         split=split,
-        stages=First(config.hidden, slots, split, tactic.teams).stages(tactic.stages),
-        ahead=min(tactic.ahead, _entries(config)),
+        stages=first.stages(tactic.stages, taken),
+        ahead=0 if fused else min(tactic.ahead, _entries(config)),
         height=height,
+        warps=warps,
         slots=slots,
-        depth=second.depth(tactic.depth, tactic.warps, _rows(config), _entries(config), pairs),
+        depth=depth,
+        fused=fused,
     )
 
 
 PAIRS = Tactic(grouped=False)
 GROUPED = Tactic(grouped=True, slots=2)
+FUSED = Tactic(grouped=False, depth=1, fused=True)
 CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"ahead": 0},
     {"split": 4, "teams": 3, "warps": 8, "depth": 4},
     {"split": 14, "teams": 1, "ahead": 32, "warps": 16, "depth": 2},
     {"split": 4, "teams": 4, "ahead": 32, "height": 14, "warps": 16},
+    {"slots": 4},
+    {"fused": True, "depth": 1},
+    {"fused": True, "depth": 2, "split": 7, "teams": 1},
+    {"fused": True, "depth": 1, "split": 4, "teams": 4},
 )
 
 
@@ -254,10 +272,10 @@ def tactics(config: Config) -> list[Tactic]:
     found: list[Tactic] = []
     for cut in CUTS:
         for grouped in (False, True):
-            if (grouped and config.tokens < 4) or (not grouped and config.tokens > COLUMNS):
+            if (grouped and (config.tokens < 4 or cut.get("fused"))) or (not grouped and config.tokens > COLUMNS):
                 continue
             tactic = fitted(config, replace(GROUPED if grouped else PAIRS, **cut))
-            if tactic.depth and tactic not in found:
+            if tactic.depth and tactic.stages > 1 and tactic not in found:
                 found.append(tactic)
     return found
 
@@ -267,24 +285,11 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     t, n = Sym("tokens"), Sym("pairs")
     k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
     base = KernelConfig(hidden, width, k, tactic.grouped, hidden_shift(config), tactic.slots)
-    w13 = replace(
-        base,
-        grid=SM_COUNT,
-        split=tactic.split,
-        teams=tactic.teams,
-        stages=tactic.stages,
-        ahead=tactic.ahead,
-        beta=config.beta,
-        linear_beta=config.linear_beta,
-    )
-    w2 = replace(
-        base,
-        rows=_rows(config),
-        entries=_entries(config),
-        height=tactic.height,
-        warps=tactic.warps,
-        depth=tactic.depth,
-    )
+    shares = {"grid": SM_COUNT, "split": tactic.split, "teams": tactic.teams, "stages": tactic.stages}
+    shares |= {"beta": config.beta, "linear_beta": config.linear_beta}
+    rows = {"rows": _rows(config), "entries": _entries(config), "height": tactic.height}
+    rows |= {"warps": tactic.warps, "depth": tactic.depth}
+    w13, w2 = replace(base, **shares, ahead=tactic.ahead), replace(base, **rows)
     first = [Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC), Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC)]
     second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
     z = Param("z", "bf16", (t, hidden), ACTIVATION)
@@ -298,6 +303,10 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     ]
     written, read = (Param("hidden", "bf16", (n, width), access) for access in (OUTPUT, ACTIVATION))
     out = Param("out", "bf16", (t, hidden), OUTPUT)
+    if tactic.fused:
+        meeting = Param("meeting", "i32", (1,), STATE, align=4)
+        params = (*first, *second, z, ids, weights, num_tokens, meeting, written, out)
+        return (_spec("mxfp4_experts_pairs", replace(base, **shares, **rows), *params),)
     if tactic.grouped:
         return (
             _spec("mxfp4_w13_grouped", w13, *first, *second, z, *groups, written),
@@ -333,13 +342,22 @@ def run(
     out: torch.Tensor,
     stream: int | None = None,
 ) -> None:
-    """Launch the plan's kernels. Shapes: see the module; nothing is allocated."""
+    """Launch the plan's kernels. Shapes: see the module; nothing is allocated. Raises ValueError where the blocks of a fused plan
+    have no place to meet.
+    """
+    if plan.tactic.fused:
+        if scratch.meeting is None:
+            raise ValueError(f"experts: expected Scratch.meeting, one int32 that starts as 0, for {plan}, found None.")
+        w, r = weights, routing
+        where = (r.ids, r.weights, r.num_tokens, scratch.meeting)
+        plan.kernels[0](w.w13, w.s13, w.w2, w.s2, z, *where, scratch.hidden, out, stream=stream)
+        return
     run_w13(plan, weights, z, routing, scratch, stream)
     run_w2(plan, weights, routing, scratch, out, stream)
 
 
 def run_w13(plan: Plan, weights: Weights, z: torch.Tensor, routing: Routing, scratch: Scratch, stream: int | None = None) -> None:
-    """hidden = SiTU(w1 z, w3 z) for every pair."""
+    """hidden = SiTU(w1 z, w3 z) for every pair. Of a plan that is not fused."""
     where = _groups(routing) if plan.tactic.grouped else (routing.ids, routing.num_tokens)
     w = weights
     plan.kernels[0](w.w13, w.s13, w.w2, w.s2, z, *where, scratch.hidden, stream=stream)
@@ -348,7 +366,7 @@ def run_w13(plan: Plan, weights: Weights, z: torch.Tensor, routing: Routing, scr
 def run_w2(
     plan: Plan, weights: Weights, routing: Routing, scratch: Scratch, out: torch.Tensor, stream: int | None = None
 ) -> None:
-    """out = weighted sum of w2 hidden over each token's experts."""
+    """out = weighted sum of w2 hidden over each token's experts. Of a plan that is not fused."""
     r = routing
     where = (*_groups(r), r.weights) if plan.tactic.grouped else (r.ids, r.weights, r.num_tokens)
     plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, stream=stream)
@@ -365,7 +383,7 @@ SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 def specs() -> list[KernelSpec]:
     """The served shapes (TP8 and TP16) with the tactics of every architecture, and the small shapes of the tests."""
     small = [SMALL, replace(SMALL, width=96, top_k=2), replace(SMALL, tokens=16)]
-    found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
+    found = [spec for c in small for tactic in (PAIRS, GROUPED, FUSED) for spec in specs_for(c, fitted(c, tactic))]
     for width in (384, 192):
         for tokens in SERVED_TOKENS:
             config = Config(tokens=tokens, width=width)

@@ -16,6 +16,9 @@ zero where lane and column differ, and column n of the product is group n mod 4 
 the rest. One round is eight instructions for 16 rows and two tokens, the scales are applied to its sums in fp32 (2^(s - 127) for
 the codes 1..254, 0 for 0, infinity for 255), and every read of shared memory is 16 bytes wide.
 
+One kernel may do both: `mxfp4_experts_pairs` has a block on every SM, which meet after w13. Each block's first weights of w2 are
+by then in its shared memory, behind those of w13 in the order of copies.
+
 Decoding is exact and is most of the instructions: the nibble s|eem placed at bits 15 and 11..9 of an fp16 is the value times
 2^-14, subnormals included. Two steps serve four nibbles (select sign from the word, magnitude from its shift by three; then two
 masks). A register so holds the columns (i, i + 4) of eight; activations are stored in that order.
@@ -42,6 +45,8 @@ from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 from .layout import GROUP, ROUND, TILE, First, Second
 
 SHIFT = 14  # decoded weights are 2^-SHIFT times their value
+ALL_WARPS = 15  # the named barrier of all multiplying warps; teams have 1 and up
+POLLS = 1 << 23  # some seconds
 PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
 
 
@@ -459,10 +464,9 @@ def _roles_w13(
         _consume_w13(c, routes, z, hidden, stages, barriers, tuple(rest), zeros.toint() + 32, first, last)
 
 
-def _memory_w13(c: Any) -> tuple:
+def _memory_w13(c: Any, allocator: Any) -> tuple:
     """Stages, barriers (full, then empty), zeros, token rows, partial sums, factors of the token rows' parts."""
     layout = _layout_w13(c)
-    allocator = SmemAllocator()
     stages = allocator.allocate(c.stages * layout.stage, byte_alignment=128)
     tokens = allocator.allocate(c.teams * c.slots * layout.token, byte_alignment=128)
     sums = allocator.allocate(c.teams * layout.sums, byte_alignment=128)
@@ -487,7 +491,7 @@ def _w13_pairs(
     c: cutlass.Constexpr,
 ):
     release_dependents()
-    memory = _memory_w13(c)
+    memory = _memory_w13(c, SmemAllocator())
     token = dependency_wait()
     routes = (ids.after(token), num_tokens.after(token))
     weights = (codes.early(), scales.early(), next_codes.early(), next_scales.early())
@@ -509,7 +513,7 @@ def _w13_grouped(
     c: cutlass.Constexpr,
 ):
     release_dependents()
-    memory = _memory_w13(c)
+    memory = _memory_w13(c, SmemAllocator())
     token = dependency_wait()
     routes = (offsets.after(token), pairs.after(token), active.after(token), num_active.after(token))
     weights = (codes.early(), scales.early(), next_codes.early(), next_scales.early())
@@ -546,25 +550,43 @@ def _load_table(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, t
             starts[entry], ends[entry] = _span(c, routes, entry, expert)
 
 
+def _scale_span(c: Any, row: Any) -> tuple[Any, Any]:
+    """Scales of `height` rows from `row` on may start between 16-byte units: bytes in front of them, and bytes to copy."""
+    scale_row = c.width // GROUP
+    offset = row * scale_row % 16
+    return offset, (offset + c.height * scale_row + 15) // 16 * 16
+
+
 @cute.jit
 def _fetch_w2(
-    c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entry: Any, begin: Any, stage: Any, barrier: Any
+    c: cutlass.Constexpr,
+    codes: Any,
+    scales: Any,
+    hidden: Any,
+    table: Any,
+    entry: Any,
+    begin: Any,
+    stage: Any,
+    barrier: Any,
+    has_weights: cutlass.Constexpr,
 ):
-    """Start copying this block's rows of an entry's expert, and the hidden rows of its pairs from `begin` on."""
+    """Start copying this block's rows of an entry's expert, unless they are on their way, and the hidden rows of its pairs from
+    `begin` on.
+    """
     experts, _, ends, pairs, _ = table
     layout = Second(c.width, c.height, c.slots)
     lane = cute.arch.lane_idx()
     block, _, _ = cute.arch.block_idx()
     count = cutlass.min(ends[entry] - begin, c.slots)
-    row = experts[entry] * c.hidden + block * c.height
-    offset = row * layout.scale_row % 16  # the scales of a few rows may start between 16-byte units
-    size = (offset + c.height * layout.scale_row + 15) // 16 * 16
-    if lane == 0:
-        expected = c.height * layout.row + size + count * (2 * c.width)
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
-    cute.arch.sync_warp()
-    _bulk(stage, _byte(codes, row, layout.row), c.height * layout.row, barrier, lane == 0)
-    _bulk(stage + layout.scales, _byte(scales, row, layout.scale_row) - offset, size, barrier, lane == 1)
+    if cutlass.const_expr(not has_weights):
+        row = experts[entry] * c.hidden + block * c.height
+        offset, size = _scale_span(c, row)
+        if lane == 0:
+            expected = c.height * layout.row + size + count * (2 * c.width)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
+        cute.arch.sync_warp()
+        _bulk(stage, _byte(codes, row, layout.row), c.height * layout.row, barrier, lane == 0)
+        _bulk(stage + layout.scales, _byte(scales, row, layout.scale_row) - offset, size, barrier, lane == 1)
     if lane < count:
         source = hidden.iterator + pairs[begin + lane] * c.width
         _bulk(stage + (layout.tokens + lane * layout.token), source, 2 * c.width, barrier)
@@ -613,18 +635,21 @@ def _stream_w2(
     barriers: Any,
     sums: Any,
     zeros: Any,
+    has_weights: cutlass.Constexpr,
 ):
-    """One warp: every c.warps-th entry, c.depth of them on their way at a time."""
+    """One warp: every c.warps-th entry, c.depth of them on their way at a time. has_weights: those of the first ones are."""
     experts, starts, ends, _, _ = table
     layout = Second(c.width, c.height, c.slots)
     block, _, _ = cute.arch.block_idx()
     warp = cute.arch.warp_idx()
+    stages, barriers = stages + warp * (c.depth * layout.stage), barriers + warp * c.depth  # its own
     ahead, begin = Int32(warp), Int32(0)  # what is fetched next
     if ahead < entries:
         begin = starts[ahead]
     for turn in cutlass.range(c.depth, unroll=1):
         if ahead < entries:
-            _fetch_w2(c, codes, scales, hidden, table, ahead, begin, stages + turn * layout.stage, barriers + turn)
+            own = stages + turn * layout.stage
+            _fetch_w2(c, codes, scales, hidden, table, ahead, begin, own, barriers + turn, has_weights)
             begin += c.slots
             if begin >= ends[ahead]:
                 ahead += c.warps
@@ -649,7 +674,7 @@ def _stream_w2(
                 _add(c, acc, table, now + member, now + other, sums)
             cute.arch.sync_warp()  # every lane has read the stage
             if ahead < entries:
-                _fetch_w2(c, codes, scales, hidden, table, ahead, begin, stage, barriers + place)
+                _fetch_w2(c, codes, scales, hidden, table, ahead, begin, stage, barriers + place, False)
                 begin += c.slots
                 if begin >= ends[ahead]:
                     ahead += c.warps
@@ -670,12 +695,10 @@ def _write_w2(c: cutlass.Constexpr, sums: Any, out: Any):
         out[place // c.height, block * c.height + place % c.height] = total.to(BFloat16)
 
 
-def _memory_w2(c: Any) -> tuple:
-    """Stages of this warp, its barriers, the table, all sums (set to zero), zeros."""
+def _memory_w2(c: Any, allocator: Any) -> tuple:
+    """Stages and barriers of all warps, the table, all sums (set to zero)."""
     layout = Second(c.width, c.height, c.slots)
-    allocator = SmemAllocator()
-    warp = cute.arch.warp_idx()
-    stages = allocator.allocate(c.warps * c.depth * layout.stage, byte_alignment=128) + warp * (c.depth * layout.stage)
+    stages = allocator.allocate(c.warps * c.depth * layout.stage, byte_alignment=128)
 
     def numbers(dtype: Any, count: int) -> Any:
         return allocator.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
@@ -683,12 +706,10 @@ def _memory_w2(c: Any) -> tuple:
     entries = [numbers(Int32, c.entries) for _ in range(3)]
     table = (*entries, numbers(Int32, c.rows * c.top_k), numbers(Float32, c.rows * c.top_k))
     sums = numbers(Float32, c.warps * c.rows * c.height)
-    zeros = allocator.allocate(128, byte_alignment=128)
     barriers = allocator.allocate_array(Int64, c.warps * c.depth, byte_alignment=8)
-    _zeros(zeros)
     _clear(sums, c.warps * c.rows * c.height, 32 * c.warps)
     _init_barriers(barriers, c.warps * c.depth)
-    return stages, barriers + warp * c.depth, table, sums, zeros.toint() + 32
+    return stages, barriers, table, sums
 
 
 @cute.jit
@@ -698,16 +719,34 @@ def _clear(sums: Any, count: cutlass.Constexpr, threads: cutlass.Constexpr):
         sums[place] = Float32(0.0)
 
 
-def _w2(c: Any, codes: Any, scales: Any, hidden: Any, routes: tuple, weights: Any, out: Any, memory: tuple) -> None:
-    stages, barriers, table, sums, zeros = memory
-    entries = _entries(c, routes)
-    _load_table(c, routes, weights, entries, table)
-    cute.arch.sync_threads()
+def _all_warps(c: Any) -> None:
+    """The w2 warps meet."""
+    cute.arch.barrier(barrier_id=ALL_WARPS, number_of_threads=32 * c.warps)
+
+
+def _w2(c: Any, weights: tuple, hidden: Any, entries: Any, out: Any, memory: tuple, zeros: Any, has_weights: bool) -> None:
+    """The table is there. All warps of w2."""
+    stages, barriers, table, sums = memory
     size = c.rows * c.height
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))
-    _stream_w2(c, codes, scales, hidden, table, entries, stages, barriers, own, zeros)
-    cute.arch.sync_threads()
+    _stream_w2(c, *weights, hidden, table, entries, stages, barriers, own, zeros, has_weights)
+    _all_warps(c)
     _write_w2(c, sums, out)
+
+
+def _only_w2(c: Any, weights: tuple, hidden: Any, routes: tuple, factors: Any, out: Any, memory: tuple) -> None:
+    zeros, *rest = memory
+    entries = _entries(c, routes)
+    _load_table(c, routes, factors, entries, rest[2])
+    _all_warps(c)
+    _w2(c, weights, hidden, entries, out, tuple(rest), zeros.toint() + 32, False)
+
+
+def _memory_only_w2(c: Any) -> tuple:
+    allocator = SmemAllocator()
+    zeros = allocator.allocate(128, byte_alignment=128)
+    _zeros(zeros)
+    return zeros, *_memory_w2(c, allocator)
 
 
 @cute.kernel
@@ -722,10 +761,11 @@ def _w2_pairs(
     c: cutlass.Constexpr,
 ):
     release_dependents()
-    memory = _memory_w2(c)
+    memory = _memory_only_w2(c)
     token = dependency_wait()
     routes = (ids.after(token), num_tokens.after(token))
-    _w2(c, codes.early(), scales.early(), hidden.after(token), routes, weights.after(token), out.after(token), memory)
+    static = (codes.early(), scales.early())
+    _only_w2(c, static, hidden.after(token), routes, weights.after(token), out.after(token), memory)
 
 
 @cute.kernel
@@ -742,10 +782,115 @@ def _w2_grouped(
     c: cutlass.Constexpr,
 ):
     release_dependents()
-    memory = _memory_w2(c)
+    memory = _memory_only_w2(c)
     token = dependency_wait()
     routes = (offsets.after(token), pairs.after(token), active.after(token), num_active.after(token))
-    _w2(c, codes.early(), scales.early(), hidden.after(token), routes, weights.after(token), out.after(token), memory)
+    static = (codes.early(), scales.early())
+    _only_w2(c, static, hidden.after(token), routes, weights.after(token), out.after(token), memory)
+
+
+# -- both in one kernel ----------------------------------------
+
+
+@cute.jit
+def _fetch_first_w2(c: cutlass.Constexpr, codes: Any, scales: Any, routes: Any, entries: Any, stages: Any, barriers: Any):
+    """The fetching warp: the weights of every warp's first entries in w2. Their hidden rows follow when they exist."""
+    layout = Second(c.width, c.height, c.slots)
+    block, _, _ = cute.arch.block_idx()
+    if block < c.hidden // c.height:
+        last = cutlass.min(entries, c.warps * c.depth)
+        for entry in cutlass.range(cute.arch.lane_idx(), last, 32, unroll=1):
+            place = entry % c.warps * c.depth + entry // c.warps
+            stage, barrier = stages + place * layout.stage, barriers + place
+            row = _expert(c, routes, entry) * c.hidden + block * c.height
+            offset, size = _scale_span(c, row)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.height * layout.row + size + 2 * c.width)
+            _bulk(stage, _byte(codes, row, layout.row), c.height * layout.row, barrier)
+            _bulk(stage + layout.scales, _byte(scales, row, layout.scale_row) - offset, size, barrier)
+
+
+@cute.jit
+def _meet(meeting: Any):
+    """One thread of every block: wait until all blocks are here; what they wrote is then visible. All blocks must be resident.
+
+    Block 0 adds what makes the sum of all additions 2^31: bit 31 changes when the last one comes, and the rest is as before.
+    """
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    one = Int32(1)
+    if block == 0:
+        one = Int32(-(1 << 31)) - (blocks - 1)
+    before = cute.arch.atomic_add(meeting.iterator, one, sem="acq_rel", scope="gpu")
+    now, polls = Int32(before), Int32(0)
+    while (now ^ before) >= 0:
+        load = "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];"
+        now = inline_ptx(load, write_only_types=[Int32], read_only_args=[meeting.iterator])
+        polls += 1
+        if polls > POLLS:  # a block is missing: an error of this launch, not a hang
+            inline_ptx("trap;")
+
+
+@cute.jit
+def _both(
+    c: cutlass.Constexpr,
+    first: Any,
+    second: Any,
+    z: Any,
+    routes: Any,
+    factors: Any,
+    meeting: Any,
+    hidden: Any,
+    out: Any,
+    memory: Any,
+):
+    """Part the warps; w13, meeting, w2."""
+    (stages, barriers, zeros, *tokens), w2 = memory
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    thread, _, _ = cute.arch.thread_idx()
+    entries = _entries(c, routes)
+    items = entries * (c.width // 8)
+    start, end = block * items // blocks, (block + 1) * items // blocks
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == c.warps:
+        _fetch_w13(c, *first, routes, stages, barriers, start, end)
+        _fetch_first_w2(c, *second, routes, entries, w2[0], w2[1])
+    else:
+        _load_table(c, routes, factors, entries, w2[2])
+        zero = zeros.toint() + 32
+        _consume_w13(c, routes, z, hidden, stages, barriers, tuple(tokens), zero, start, end)
+        inline_ptx("fence.proxy.async.global;")  # w2 reads hidden rows by bulk copies
+        _all_warps(c)
+        if thread == 0:
+            _meet(meeting)
+        _all_warps(c)
+        inline_ptx("fence.proxy.async.global;")
+        if block < c.hidden // c.height:
+            _w2(c, second, hidden, entries, out, w2, zero, True)
+
+
+@cute.kernel
+def _experts_pairs(
+    codes: Static,
+    scales: Static,
+    next_codes: Static,
+    next_scales: Static,
+    z: Dynamic,
+    ids: Dynamic,
+    weights: Dynamic,
+    num_tokens: Dynamic,
+    meeting: Dynamic,
+    hidden: Output,
+    out: Output,
+    c: cutlass.Constexpr,
+):
+    release_dependents()
+    allocator = SmemAllocator()
+    memory = (_memory_w13(c, allocator), _memory_w2(c, allocator))
+    token = dependency_wait()
+    routes = (ids.after(token), num_tokens.after(token))
+    first, second = (codes.early(), scales.early()), (next_codes.early(), next_scales.early())
+    tensors = (weights.after(token), meeting.after(token), hidden.after(token), out.after(token))
+    _both(c, first, second, z.after(token), routes, *tensors, memory)
 
 
 # -- entries ----------------------------------------
@@ -784,3 +929,11 @@ def mxfp4_w2_grouped(config, codes, scales, hidden, offsets, pairs, active, num_
     """See the module head."""
     kernel = _w2_grouped(codes, scales, hidden, offsets, pairs, active, num_active, weights, out, config)
     _launch(kernel, config.hidden // config.height, config.warps, stream)
+
+
+def mxfp4_experts_pairs(
+    config, codes, scales, next_codes, next_scales, z, ids, weights, num_tokens, meeting, hidden, out, stream
+):
+    """See the module head."""
+    arguments = (codes, scales, next_codes, next_scales, z, ids, weights, num_tokens, meeting, hidden, out, config)
+    _launch(_experts_pairs(*arguments), config.grid, config.warps + 1, stream)

@@ -72,8 +72,9 @@ class First:
         """All but the stages: token rows with a factor for each warp's part, sums, zeros, barriers."""
         return self.teams * (self.slots * (self.token + 4 * self.split) + self.sums) + 1024
 
-    def stages(self, wanted: int) -> int:
-        return min(wanted, (SHARED - self.fixed) // self.stage)
+    def stages(self, wanted: int, taken: int = 0) -> int:
+        """As many as fit beside what is taken."""
+        return min(wanted, (SHARED - self.fixed - taken) // self.stage)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,6 @@ class Second:
         """All but the stages: every warp's sums, the table of entries, pairs and their weights, zeros, barriers."""
         return warps * rows * self.height * 4 + entries * 12 + pairs * 8 + 2048
 
-    def depth(self, wanted: int, warps: int, rows: int, entries: int, pairs: int) -> int:
-        """Stages of a warp; 0 where not one fits."""
-        return max(0, min(wanted, (SHARED - self.fixed(warps, rows, entries, pairs)) // (warps * self.stage)))
+    def depth(self, wanted: int, warps: int, rows: int, entries: int, pairs: int, taken: int = 0) -> int:
+        """Stages of a warp beside what is taken; 0 where not one fits."""
+        return max(0, min(wanted, (SHARED - taken - self.fixed(warps, rows, entries, pairs)) // (warps * self.stage)))
