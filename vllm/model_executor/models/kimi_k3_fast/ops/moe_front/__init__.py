@@ -16,7 +16,8 @@ import torch
 
 from ...reasons import Reason, Refusal
 from .. import measured
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param, get
+from ..single import Plan, compiled, make
 from ..skinny import Shape, Tactic, ceil_div, default_tactic
 
 
@@ -73,20 +74,6 @@ def deal(rows: tuple[int, ...], groups: int) -> tuple[int, ...]:
     return tuple(dealt)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What will run: one kernel."""
-
-    config: Config
-    arch: str
-    spec: KernelSpec
-
-    def __str__(self) -> str:
-        c = self.config
-        shape = f"moe_front {c.tokens}x{c.columns} rows {c.rows} groups {c.groups}"
-        return f"{shape} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
-
-
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
@@ -115,15 +102,7 @@ def spec(config: Config) -> KernelSpec:
 
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    refusal = unavailable_reason(config, arch)
-    if refusal:
-        raise ValueError(str(refusal))
-    return Plan(config, arch, spec(config))
-
-
-def compiled(plan: Plan) -> Compiled:
-    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
-    return get(plan.spec, plan.arch)
+    return make(config, arch, unavailable_reason(config, arch), spec)
 
 
 def run(

@@ -15,7 +15,8 @@ import torch
 
 from ...reasons import Reason, Refusal
 from .. import measured
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
+from ..single import Plan, compiled, make
 from ..skinny import Shape, Tactic, default_tactic
 
 
@@ -38,20 +39,6 @@ class Config:
             sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared}
             tactic = measured.tactic(Path(__file__).parent, self.tokens, **sizes)
         return Shape(self.tokens, columns, tactic or default_tactic(self.rows, columns, self.tokens))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will run: one kernel."""
-
-    config: Config
-    arch: str
-    spec: KernelSpec
-
-    def __str__(self) -> str:
-        c = self.config
-        shape = f"moe_tail {c.tokens}x{c.rows}x({c.latent}+{c.shared})"
-        return f"{shape} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
@@ -82,15 +69,7 @@ def spec(config: Config) -> KernelSpec:
 
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    refusal = unavailable_reason(config, arch)
-    if refusal:
-        raise ValueError(str(refusal))
-    return Plan(config, arch, spec(config))
-
-
-def compiled(plan: Plan) -> Compiled:
-    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
-    return get(plan.spec, plan.arch)
+    return make(config, arch, unavailable_reason(config, arch), spec)
 
 
 def run(

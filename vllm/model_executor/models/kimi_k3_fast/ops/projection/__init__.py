@@ -13,7 +13,8 @@ import torch
 
 from ...reasons import Reason, Refusal
 from .. import measured
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
+from ..single import Plan, compiled, make
 from ..skinny import Shape, Tactic, default_tactic
 
 
@@ -33,20 +34,6 @@ class Config:
     def shape(self) -> Shape:
         tactic = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, rows=self.rows, columns=self.columns)
         return Shape(self.tokens, (self.columns,), tactic or default_tactic(self.rows, (self.columns,), self.tokens))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will run: one kernel."""
-
-    config: Config
-    arch: str
-    spec: KernelSpec
-
-    def __str__(self) -> str:
-        c = self.config
-        shape = f"projection {c.tokens}x{c.rows}x{c.columns}"
-        return f"{shape} {self.spec.name} {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
@@ -71,15 +58,7 @@ def spec(config: Config) -> KernelSpec:
 
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    refusal = unavailable_reason(config, arch)
-    if refusal:
-        raise ValueError(str(refusal))
-    return Plan(config, arch, spec(config))
-
-
-def compiled(plan: Plan) -> Compiled:
-    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
-    return get(plan.spec, plan.arch)
+    return make(config, arch, unavailable_reason(config, arch), spec)
 
 
 def run(plan: Plan, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stream: int | None = None) -> None:
