@@ -125,11 +125,12 @@ class Reference:
         beta = torch.sigmoid(a @ self.w(name + "b_proj.weight").T)
         state = a.new_zeros(heads, d, d)  # [head, K, V]
         out = []
-        for t in range(len(a)):
-            state = state * g[t].exp().unsqueeze(-1)
-            error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
-            state = state + torch.einsum("hk,hv,h->hkv", k[t], error, beta[t])
-            out.append(torch.einsum("hkv,hk->hv", state, q[t]))
+        rows = (x.unsqueeze(-2) for x in (q, k, v))  # a token's [head, 1, d]
+        for query, key, value, decay, step in zip(*rows, g.exp().unsqueeze(-1), beta[..., None, None], strict=True):
+            state = state * decay
+            error = value - key @ state
+            state = state + step * (key.mT * error)
+            out.append((query @ state).squeeze(-2))
         gate_input = a @ self.w(name + "g_proj.weight").T if linear.get("use_full_rank_gate") else None
         if gate_input is None:
             gate_input = a @ self.w(name + "g_a_proj.weight").T @ self.w(name + "g_b_proj.weight").T
