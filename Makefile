@@ -61,17 +61,21 @@ serve: install ## the demo's server, kept running on PORT
 
 # One process for each: an engine or a patched module of one suite must not be another's surroundings. Two at a time, the longest
 # first; each keeps to one thread (tests/conftest.py). A suite's output comes when it ends.
-SUITES := ops server engine others guard model ops_cpu train evals
+SUITES := engine ops server others ops_cpu model guard train evals
 tests_engine := tests/engine tests/guard/test_engine.py
 tests_guard := tests/guard --ignore tests/guard/test_engine.py
 tests_others := $(wildcard tests/test_*.py) $(filter-out $(SUITES:%=tests/%) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 JOBS ?= 2
 
 test: dev ## everything CI runs
-	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES:%=suite-%)
+	@rm -f $(VENV)/suites; \
+	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES:%=suite-%); status=$$?; \
+	cat $(VENV)/suites; exit $$status
 
 suite-%:
-	@echo "== $*"; $(PY) -m pytest -q --durations=8 $(or $(tests_$*),tests/$*) $(PYTEST_ARGS)
+	@echo "== $*"; begun=$$(date +%s); \
+	$(PY) -m pytest -q --durations=8 $(or $(tests_$*),tests/$*) $(PYTEST_ARGS); status=$$?; \
+	echo "$* $$(($$(date +%s) - begun)) s, exit $$status" >> $(VENV)/suites; exit $$status
 
 soak: dev ## the long tests that CI leaves out: deliberate faults through a server, long random load
 	@$(PY) -m pytest -q -m soak tests $(PYTEST_ARGS)
