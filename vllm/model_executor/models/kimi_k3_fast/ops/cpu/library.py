@@ -46,11 +46,11 @@ def load() -> ctypes.CDLL | Refusal:
         for name, types in SIGNATURES.items():
             function = getattr(library, f"k3_{name}")
             function.argtypes, function.restype = types, ctypes.c_int
-    except (OSError, AttributeError) as error:
+        library.k3_error.restype = c_char_p
+        library.k3_level.restype = library.k3_allocations.restype = c_int64
+        library.k3_available.argtypes = (c_int64,)
+    except (OSError, AttributeError) as error:  # a library of older sources lacks a function
         return Refusal(Reason.CPU_LIBRARY, f"{FILE.name} does not load here: {error}")
-    library.k3_error.restype = c_char_p
-    library.k3_level.restype = library.k3_allocations.restype = c_int64
-    library.k3_available.argtypes = (c_int64,)
     return library
 
 
