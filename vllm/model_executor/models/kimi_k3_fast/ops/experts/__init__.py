@@ -285,9 +285,9 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     t, n = Sym("tokens"), Sym("pairs")
     k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
     base = KernelConfig(hidden, width, k, tactic.grouped, hidden_shift(config), tactic.slots)
-    shares = {"grid": SM_COUNT, "split": tactic.split, "teams": tactic.teams, "stages": tactic.stages}
+    shares: dict[str, Any] = {"grid": SM_COUNT, "split": tactic.split, "teams": tactic.teams, "stages": tactic.stages}
     shares |= {"beta": config.beta, "linear_beta": config.linear_beta}
-    rows = {"rows": _rows(config), "entries": _entries(config), "height": tactic.height}
+    rows: dict[str, Any] = {"rows": _rows(config), "entries": _entries(config), "height": tactic.height}
     rows |= {"warps": tactic.warps, "depth": tactic.depth}
     w13, w2 = replace(base, **shares, ahead=tactic.ahead), replace(base, **rows)
     first = [Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC), Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC)]
@@ -322,6 +322,13 @@ def _spec(name: str, config: KernelConfig, *params: Param) -> KernelSpec:
     return KernelSpec(name, "experts", config, f"{__name__}.cute:{name}", params)
 
 
+def _fewer_sms() -> bool:
+    """Whether this process has a GPU on which the blocks of a fused kernel would not all run at once."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_properties().multi_processor_count < SM_COUNT
+
+
 @functools.cache
 def plan(config: Config, arch: str, tactic: Tactic | None = None, compiled: bool = True) -> Plan:
     """The kernels for one configuration, compiled or loaded now. Raises ValueError where `unavailable_reason` refuses."""
@@ -329,6 +336,8 @@ def plan(config: Config, arch: str, tactic: Tactic | None = None, compiled: bool
     if refusal:
         raise ValueError(str(refusal))
     tactic = fitted(config, tactic) if tactic else chosen_tactic(config, arch)
+    if tactic.fused and _fewer_sms():
+        tactic = fitted(config, replace(tactic, fused=False))
     specs = specs_for(config, tactic)
     return Plan(config, tactic, specs, tuple(get(spec, arch) for spec in specs) if compiled else ())
 
