@@ -265,3 +265,55 @@ def test_without_an_own_error_no_difference_is_explained() -> None:
     assert [d["explained"] for d in found["differences"]] == [False]
     same = gpu_engine.greedy_check(Speaker({}), Speaker({}), [[0] * 10], 8)
     assert same["differences"] == [] and same["explained"]
+
+
+# -- one engine as both arms -----------------------------------------------------------------------------------------------------
+def test_a_half_puts_its_graphs_in_force_before_every_call() -> None:
+    class Whole:
+        def __init__(self) -> None:
+            self.calls: list[tuple] = []
+
+        def call(self, *call, seconds: float = 600.0) -> int:
+            self.calls.append(call)
+            return len(self.calls)
+
+    whole = Whole()
+    stock, fast = (engine_arm.Half(name, whole) for name in ("stock", "fast"))
+    assert (stock.call("steps", 4), fast.call("report")) == (2, 4)
+    assert whole.calls == [("take", "stock"), ("steps", 4), ("take", "fast"), ("report",)]
+
+
+def test_the_guard_is_told_whose_graphs_are_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay of stock's graph counts as a standard step for a named reason, and `require` does not fail it."""
+    import twin_graphs
+
+    from vllm.model_executor.models.kimi_k3_fast import guard
+    from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts, Guard, Policy
+
+    watching = Guard(Policy(mode="require"))
+    monkeypatch.setattr(guard, "current", lambda: watching)
+    key = guard.GraphKey("full", 4, 4, True)
+    watching.planned(key, "decode/4/cute")
+    manager = SimpleNamespace(graphs={"4": "fast graph"}, _capture_descs={})
+    fast = SimpleNamespace(refusals=(), stage=lambda *batch: None, staged=None)
+    runner = SimpleNamespace(model=SimpleNamespace(fast=fast), cudagraph_manager=manager)
+    runner.capture_model = lambda: manager.graphs.update({"4": "stock graph"})
+    worker = SimpleNamespace(model_runner=runner)
+
+    def replay() -> str:
+        facts = BatchFacts("full", 4, 4, 4, 4, True, ("a", "b", "c", "d"), 4)
+        assert facts.graph_key == key
+        watching.open_step(facts)
+        return manager.graphs["4"]
+
+    assert twin_graphs.make(worker) == 1
+    assert replay() == "fast graph"
+    twin_graphs.take(worker, "stock")
+    assert replay() == "stock graph"
+    assert watching.take_failing() == {}, "a benchmark's standard steps are no failures"
+    twin_graphs.take(worker, "fast")
+    assert replay() == "fast graph"
+    watching.flush()
+    report = watching.report()
+    assert [report["steps"][path]["decode_tokens"] for path in ("fast", "standard")] == [8, 4]
+    assert report["steps"]["by_reason"] == {"mode_off": 1} and watching.policy.mode == "require"
