@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor, views
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches, StepTensors
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import KeptExperts
-from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, experts, kda, mla, moe_front, moe_tail, oproj, projection
+from vllm.model_executor.models.kimi_k3_fast.ops import (
+    all_reduce,
+    attn_res,
+    experts,
+    kda,
+    mla,
+    moe_front,
+    moe_tail,
+    oproj,
+    projection,
+)
 from vllm.model_executor.models.kimi_k3_fast.ops.attn_res import torch_form as attn_res_form
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import torch_form as experts_form
 from vllm.model_executor.models.kimi_k3_fast.ops.kda import torch_form as kda_form
@@ -308,6 +318,7 @@ def replace_kernels(monkeypatch: Any) -> Launches:
         projection, "run", lambda c, a, w, out: _shaped(out, c.tokens, c.rows).copy_(F.linear(_shaped(a, c.tokens, c.columns), w))
     )
     put(oproj, "run", _oproj)
+    put(all_reduce, "run", lambda c, x, out, box: out.copy_(box.reduce(_shaped(x, c.tokens, c.columns))))
     put(kda, "run", _kda_step)
     put(mla, "run", _mla_step)
     put(moe_front, "run", _front)
@@ -351,17 +362,14 @@ def _kda_step(
     y.copy_(kda_form.step(x[:, : 4 * c.heads * 128 + 128 + c.heads], states, state, slots[:, 0].long(), held, BF16))
 
 
-def _mla_step(
-    c: Any, x: Any, q_norm: Any, kv_norm: Any, q_b: Any, uk: Any, uv: Any, scales: Any, rows: Any, cache: Any, *rest: Any
-) -> None:
-    table, lengths, y, scratch = rest
-    _shaped(x, c.tokens, c.columns), _shaped(table, c.requests, c.pages), _shaped(cache[:1], 1, c.block_size, 576)
-    assert scales.tolist() == [1, 1] and set(scratch) >= {"q", "query", "latent", "lse"}
+def _mla_step(c: Any, x: Any, w: Any, at: Any, y: Any, scratch: Any) -> None:
+    _shaped(x, c.tokens, c.columns), _shaped(at.table, c.requests, c.pages), _shaped(at.cache[:1], 1, c.block_size, 576)
+    assert w.scales.tolist() == [1, 1] and set(scratch) >= {"q", "query", "latent", "lse"}
     forms = views_forms()
-    q_a = forms.mla_rows(x, q_norm.float(), kv_norm.float(), c.norm_eps, cache, rows)
-    query = forms.absorb(F.linear(q_a, q_b).unflatten(1, (c.heads, -1)), uk)
-    found = mla_form.attend(query, cache, table, lengths, 512, c.scale, int(lengths.max()))
-    y.copy_(forms.values(found, uv, x[:, c.q_rank + 576 : c.q_rank + 576 + c.heads * 128]))
+    q_a = forms.mla_rows(x, w.q_norm.float(), w.kv_norm.float(), c.norm_eps, at.cache, at.slot_mapping)
+    query = forms.absorb(F.linear(q_a, w.q_b).unflatten(1, (c.heads, -1)), w.w_uk)
+    found = mla_form.attend(query, at.cache, at.table, at.lengths, 512, c.scale, int(at.lengths.max()))
+    y.copy_(forms.values(found, w.w_uv, x[:, c.q_rank + 576 : c.q_rank + 576 + c.heads * 128]))
 
 
 def views_forms() -> Any:

@@ -55,8 +55,8 @@ class Settings:
     agree_every: steps between comparisons of the ranks' decisions.
     summary_seconds: interval of the log line; 0 is never.
     allow_unvalidated: take kernels on an architecture where they were compiled and order-checked but never run.
-    exchange: how ranks sum o_proj on GPUs: `stock`, vLLM's all-reduce behind it; `mailbox`, in its own launch over NVLink memory
-        (2, 4 or 8 ranks of one host).
+    exchange: how ranks sum on GPUs: `stock`, vLLM's all-reduce; `mailbox`, over NVLink memory, o_proj in its own launch (2, 4 or
+        8 ranks of one host).
     cpu_kernels: operators of the fast path on CPUs: `auto` takes C++ on the machine's best instruction set, or PyTorch where
         there is no library; `torch` is PyTorch; an instruction set's name forces that one.
     """

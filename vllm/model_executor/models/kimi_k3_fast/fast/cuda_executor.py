@@ -1,10 +1,11 @@
 """The executor on GPUs: one decode step as a chain of our kernels over stock's weights and caches, made to be captured.
 
 `prepare` compiles and loads every kernel of a padded batch size and makes its buffers; `run` only launches. Both belong to one
-binding of the caches. AttnRes updates the residual prefix and closes blocks itself; o_proj adds to the prefix in its own launch,
-summed over the ranks in there where they have a mailbox. Other partial sums (the latent, the tail; o_proj without a mailbox) go
-through `reduce`, stock's all-reduce: the up-projection, which every rank holds whole, is scaled by 1/ranks through its norm's
-weight, a power of two and so exact, and is summed with the shared experts' partial in one exchange.
+binding of the caches. AttnRes updates the residual prefix and closes blocks itself; o_proj adds to the prefix in its own launch.
+
+Several ranks sum o_proj, the latent and the tail through mailboxes, o_proj in its own launch, or, without mailboxes, through
+`reduce`, stock's all-reduce. The up-projection, which every rank holds whole, is scaled by 1/ranks through its norm's weight, a
+power of two and so exact, and is summed with the shared experts' partial in one exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ..comm import Box
-from ..ops import attn_res, build, experts, kda, mla, moe_front, moe_tail, oproj, projection
+from ..ops import all_reduce, attn_res, build, experts, kda, mla, moe_front, moe_tail, oproj, projection
 from .compile_kernels import compile_missing
 from .cuda_views import Dense, Kda, Layer, Mix, Mla, Model, Moe
 
@@ -60,6 +61,7 @@ class Ready:
     kda: dict[str, Any]
     mla: dict[str, Any]
     mla_scratch: dict[str, torch.Tensor]
+    sums: dict[int, Any]  # over the ranks through mailboxes, by columns
     front: Any = None
     topk: Any = None
     experts: Any = None
@@ -162,10 +164,8 @@ class Executor:
         for tokens in wanted:
             self.ready[tokens] = self._plans(tokens, load=True)[0]
         if self.post is not None:
-            plans = [
-                plan for ready in self.ready.values() for (what, *_), plan in ready.matmul.items() if what in ("write", "add")
-            ]
-            self.box = self.post(max(plan.words for plan in plans))
+            sending = [plan for ready in self.ready.values() for plan in (*ready.matmul.values(), *ready.sums.values())]
+            self.box = self.post(max(getattr(plan, "words", 0) for plan in sending))
         for spec in dict.fromkeys(specs):
             build.get(spec, self.arch)
             self.cost.kernels += 1
@@ -242,7 +242,7 @@ class Executor:
         shapes = {tuple(sorted(plan.scratch_shapes().items())) for plan in attending.values()}
         if len(shapes) > 1:
             raise ValueError(f"expected MLA layers of one shape, found {len(shapes)}")
-        ready = Ready(tokens, mixes, matmul, recurrent, attending, scratch)
+        ready = Ready(tokens, mixes, matmul, recurrent, attending, scratch, {})
         moe = next((layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)), None)
         if moe is None:
             return ready, specs
@@ -261,8 +261,11 @@ class Executor:
         topk = moe_front.topk_plan(choice, arch)
         specs.append(topk.spec)
         tail = plain(moe_tail, moe_tail.Config(tokens, m.hidden, latent, shared, m.eps))
+        sums = {}
+        if self.ranks > 1 and self.post is not None:
+            sums = {c: plain(all_reduce, all_reduce.Config(tokens, c, self.ranks)) for c in (latent, m.hidden)}
         parts = {name: getattr(ready, name) for name in ("tokens", "attn_res", "matmul", "kda", "mla", "mla_scratch")}
-        return Ready(**parts, front=front, topk=topk, experts=routed, tail=tail)
+        return Ready(**parts, sums=sums, front=front, topk=topk, experts=routed, tail=tail)
 
     def _update(self, layer: Layer) -> str:
         """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
@@ -317,9 +320,9 @@ class Executor:
         return summed
 
     def _mla(self, ready: Ready, a: Mla, step: StepTensors, cache: torch.Tensor, packed: torch.Tensor, y: torch.Tensor) -> None:
-        where = (step.rows[a.name], cache, step.tables[a.name], step.lengths[a.name])
-        weights = (a.q_norm, a.kv_norm, a.q_b, a.w_uk, a.w_uv)
-        mla.run(ready.mla[a.name], packed, *weights, self.scales, *where, y, ready.mla_scratch)
+        context = mla.Context(step.rows[a.name], cache, step.tables[a.name], step.lengths[a.name])
+        weights = mla.Weights(a.q_norm, a.kv_norm, a.q_b, a.w_uk, a.w_uv, self.scales)
+        mla.run(ready.mla[a.name], packed, weights, context, y, ready.mla_scratch)
 
     def _experts(self, ready: Ready, w: Moe, step: StepTensors, mixed: torch.Tensor) -> torch.Tensor:
         """This layer's update of the prefix, summed over the ranks."""
@@ -334,6 +337,15 @@ class Executor:
         routing = experts.Routing(ids, weights, step.num_tokens, self.offsets, pairs, self.active, self.num_active)
         scratch = experts.Scratch(self.inner[: t * w.top_k], self.meeting)
         experts.run(ready.experts, w.experts, z, routing, scratch, routed)
-        latent = routed if self.ranks == 1 else self.reduce(routed)
+        latent = self._sum(ready, routed)
         moe_tail.run(ready.tail, latent, shared, self.tail_norm[id(w)], w.up, w.shared_down, delta)
-        return delta if self.ranks == 1 else self.reduce(delta)
+        return self._sum(ready, delta)
+
+    def _sum(self, ready: Ready, partial: torch.Tensor) -> torch.Tensor:
+        """Over the ranks: in place through the mailbox, or by stock's all-reduce."""
+        if self.ranks == 1:
+            return partial
+        if self.box is None:
+            return self.reduce(partial)
+        all_reduce.run(ready.sums[partial.shape[1]], partial, partial, self.box)
+        return partial
