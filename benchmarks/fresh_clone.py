@@ -101,7 +101,11 @@ def main() -> None:
         ).stdout.strip(),
     }
     options.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"{options.out}: {found['seconds']}, {found['server_memory_peak_gib']} GiB")
+    print(
+        f"{options.out}, in words: on {found['machine']['cores']} cores (load {min(load):.1f} to {max(load):.1f}) a fresh clone "
+        f"took {install + demo:.0f} s, {install:.0f} s to install and {demo:.0f} s to serve, answer and stop; the server's "
+        f"processes held {peak / 2**30:.1f} GiB at most."
+    )
 
 
 if __name__ == "__main__":
