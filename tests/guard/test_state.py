@@ -86,6 +86,36 @@ def test_a_write_outside_the_write_set(audited):
     assert guard.quarantined("decode/t2")
 
 
+@pytest.mark.parametrize("ended", ["by an error", "as no step"])
+def test_digests_of_a_step_that_did_not_end_are_not_compared_with_a_later_one(audited, ended):
+    caches, guard, step = audited
+    guard.opens_expected = guard.watching = True
+    guard.policy = Policy(audit_every=2)
+    step(good)  # not sampled
+    if ended == "by an error":
+        guard.open_step(BatchFacts("none", 2, 4, 2, 4, True, ("a", "b")))
+    guard.begin_writes()
+    caches.kda[5] += 1
+    if ended == "by an error":
+        guard.abandon_step()
+    else:
+        guard.close_step(Path.FAST, (), "decode/t2", 2, 2, 2, 0)
+    report = step(good)
+    assert report["violations"]["by_reason"] == {}
+
+
+def test_standard_steps_are_audited_in_their_own_count(audited):
+    caches, guard, _ = audited
+    guard.policy = Policy(audit_every=1, shadow_every=1)
+    guard.open_step(BatchFacts("none", 2, 4, 2, 4, True, ("a", "b")))
+    assert not guard.begin_writes(Path.STANDARD), "it is what a shadowed step would be compared with"
+    good(caches)
+    caches.mla[4, 3] += 1
+    declared = WriteSet(slots={0: [1, 2]}, rows={1: [3 * BLOCK + 1, 4 * BLOCK + 2]})
+    guard.close_step(Path.STANDARD, (), None, 2, 2, 2, 0, declared)
+    assert only(guard.report())[0] == "write_outside"
+
+
 def test_a_write_to_another_requests_slot(audited):
     _, guard, step = audited
     guard.slots_changed([("allocated", "c", [5])])

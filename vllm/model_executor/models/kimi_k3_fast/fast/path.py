@@ -94,8 +94,13 @@ class FastPath:
             writes = watch.write_set(tensors, self._groups)
             self.guard.close_step(Path.FAST, (), decided.key, key.requests, key.tokens, key.tokens, 0, writes)
         else:
+            written = None
+            if self._state and rows is not None:  # the standard path's writes are declared and audited like the fast one's
+                written = watch.write_set(metadata.step_tensors(step, self._groups), self._groups)
+                self.guard.begin_writes(Path.STANDARD)
             hidden = standard(0.0)
-            self.guard.close_step(Path.STANDARD, decided, None, key.requests, key.tokens, key.tokens - key.prompt_tokens, 0)
+            decoded = key.tokens - key.prompt_tokens
+            self.guard.close_step(Path.STANDARD, decided, None, key.requests, key.tokens, decoded, 0, written)
         return hidden
 
     def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Standard) -> torch.Tensor:

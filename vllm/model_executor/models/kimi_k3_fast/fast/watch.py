@@ -102,7 +102,7 @@ def shadowed(
     """Let the guard compare the two sides. True if they agree."""
     last = 1 + max(view.layer for view in views)
     depth = {name: int(name.split(".")[1]) if name.startswith("layers.") else last for name in both.fast}
-    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, both.nudged, origin)
+    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, both.nudged, origin, together=True)
 
 
 def snapshot(

@@ -50,6 +50,13 @@ class Agreement:
         if self.world > 1:
             self._ring.append((step, self.hash))
 
+    def any(self, found: bool) -> bool:
+        """Whether a rank says so. A collective: every rank calls it at the same step."""
+        if self.world == 1:
+            return found
+        assert self._all_gather is not None
+        return any(theirs[0] for theirs in self._all_gather([int(found)]))
+
     def propose(self, plan_key: str, code: str) -> None:
         """Ask all ranks to retire `plan_key` at the next comparison."""
         self._proposals[plan_key] = code

@@ -64,6 +64,10 @@ class Audit:
         """Take the digests before a step."""
         self._before = [digests(view) for view in self.views]
 
+    def abandon(self) -> None:
+        """Forget them: the step did not come to its end."""
+        self._before = None
+
     def end(self, write_set: WriteSet, requests: int, tokens: int, owner: Callable[[int], str]) -> list[Finding]:
         """Compare after the step. `requests` and `tokens` count real rows: declared values beyond them belong to
         padded rows."""

@@ -50,7 +50,7 @@ class Guard:
         self.agreement = Agreement()
         self.ledger = Ledger()
         self._audit: Audit | None = None
-        self._fast_steps = 0
+        self._begun = [0, 0]  # standard and fast steps whose writes were announced
         self._said: set[str] = set()
         self._inbox: deque[tuple[Reason, dict[str, Any], str]] = deque()  # from other threads
         self._clock = clock
@@ -180,6 +180,7 @@ class Guard:
         if facts is None:
             if self.opens_expected and self.watching:
                 self.count("unscheduled_forwards")
+                self.abandon_step()
                 return
             self.step += 1
         kind = (path, plan_key, facts.mode if facts else "none", spec_width, refusals)
@@ -219,8 +220,10 @@ class Guard:
         self.violation(Reason.STEP_UNRECORDED, where, "a dispatched step ended without saying which path it took")
 
     def abandon_step(self) -> None:
-        """Forget the open record: the forward raised, so the step has no path."""
+        """Forget the open record and the digests taken for it: the forward raised, or was no step."""
         self._open = None
+        if self._audit is not None:
+            self._audit.abandon()
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -238,14 +241,15 @@ class Guard:
         self._audit = Audit(generation, views)
         self.ledger.layout({view.group: view.rows_per_slot for view in views if view.rows_per_slot > 1})
 
-    def begin_writes(self) -> bool:
-        """Call right before a fast step runs, on every rank. Takes the audit's digests if they are due; True if the step is to be
-        compared with the standard path (see `shadow`)."""
-        self._fast_steps += 1
+    def begin_writes(self, path: Path = Path.FAST) -> bool:
+        """Call right before a step runs, on every rank. Takes the audit's digests if they are due; True if it is a fast step that
+        is to be compared with the standard path (see `shadow`)."""
+        fast = path is Path.FAST
+        self._begun[fast] += 1
         audit, shadow = self.policy.audit_every, self.policy.shadow_every
-        if audit and self._audit is not None and self._fast_steps % audit == 0:
+        if audit and self._audit is not None and self._begun[fast] % audit == 0:
             self._audit.begin()
-        return bool(shadow) and self._fast_steps % shadow == 0
+        return fast and bool(shadow) and self._begun[fast] % shadow == 0
 
     def shadow(
         self,
@@ -256,18 +260,20 @@ class Guard:
         depth: Mapping[str, int],
         nudged: Mapping[str, torch.Tensor] | None = None,
         origin: Mapping[str, Any] | None = None,
+        together: bool = False,
     ) -> bool:
         """Compare a fast step with the standard path: tensors [rows, ...] by name, `logits` (or hidden states) and every state
         written. Past the bar: a violation, and the step is saved for `k3fast replay-step` with what `inputs` returns (asked
         only then, since it may be large) and `origin`, plain values that name the model. True if all stay within. `nudged`: see
-        `shadow.compare`."""
+        `shadow.compare`. `together`: every rank calls this for the same step; what one of them finds, all save their part of."""
         from .shadow import Step, compare, folder_for
 
         self.count("shadow_steps")
         found = compare(fast, standard, depth, nudged)
         self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
         worst = max((d for d in found if not d.within), key=lambda d: d.distance / d.bar, default=None)
-        if worst is None:
+        differs = worst is not None
+        if not (self.agreement.any(differs) if together else differs):
             return True
         saved = None
         try:
@@ -278,6 +284,8 @@ class Guard:
             saved = step.save(folder_for(self.policy.events_path))
         except OSError:
             self.count("shadow_files_lost")
+        if worst is None:
+            return True
         kinds = {"logits": Reason.SHADOW_LOGITS, "hidden": Reason.SHADOW_LOGITS, "choice": Reason.SHADOW_CHOICE}
         reason = kinds.get(worst.name.rpartition(".")[2], Reason.SHADOW_STATE)
         where = {"plan_key": plan_key, "tensor": worst.name, "row": worst.row, "saved": str(saved or "")}

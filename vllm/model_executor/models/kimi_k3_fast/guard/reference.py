@@ -48,13 +48,14 @@ plan key, real and padded rows; a step on the standard path carries every reason
   "error"). `off`: stock.
 * `policy`: what a violation does. `report` counts it; `quarantine` (default) also retires the plan key, on all ranks at
   the same step; `stop` ends the engine with an error.
-* `audit: {{"every": N}}`: on every N-th fast step, digests of all state outside the write-set before and after. Reads
+* `audit: {{"every": N}}`: on every N-th step of each path, digests of all state outside the write-set before and after. Reads
   whole caches: for tests and for hunting a fault.
 * `shadow: {{"every": N}}`: every N-th fast step runs on the standard path as well, behind the fast path's choice of experts,
   and is compared: logits, every state written, and the scores of that choice. The bar is the dtype's own error, higher for
   a request whose numbers move further than that when its input is changed by one rounding. The step's result is then the
   standard path's; it costs one fast and three standard steps. Past the bar the step is saved, and `k3fast replay-step FILE`
-  loads the model and runs it again on both paths (steps of one rank; tensor-parallel ones are saved but not run again).
+  loads the model and runs it again on both paths; of a tensor-parallel step every rank saves its part, and the command takes
+  the files of all ranks.
 * `events: {{"path": FILE, "max_mib": 64, "keep": 3}}`: JSON lines, one file for each rank (`FILE` gets the rank's name
   before its suffix). Every number of the report follows from them, but for `events`, which tells of the file itself; a rotated
   file begins with the sum of those before it. A full disk is counted (`events.lost`, `events.write_errors`), never waited
