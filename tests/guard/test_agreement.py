@@ -2,7 +2,10 @@
 
 import threading
 
+import torch
+
 from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts, Guard, Path, Policy
+from vllm.model_executor.models.kimi_k3_fast.guard.shadow import Step
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 
 
@@ -72,3 +75,28 @@ def test_a_quarantine_takes_effect_on_all_ranks_at_the_same_step():
     reports, effective = run(2, 64, lambda rank, step: Path.FAST, quarantine_on=(1, 20))
     assert effective == {0: 32, 1: 32}
     assert all(report["quarantined"] == {"bad": "shadow_logits"} for report in reports)
+
+
+def test_what_one_rank_finds_wrong_every_rank_saves_its_part_of(tmp_path):
+    ranks, agreed = Ranks(2), {}
+    guards = [Guard(Policy(events_path=str(tmp_path / f"{r}" / "e.jsonl")), rank=f"rank{r}") for r in range(2)]
+
+    def work(rank: int) -> None:
+        guards[rank].bind_ranks(rank, 2, ranks.gatherer(rank))
+        state = torch.ones(1, 8)
+        wrong = state * (1 + 1e-2 * rank)
+        inputs = lambda: {"input_ids": torch.tensor([rank])}  # noqa: E731
+        agreed[rank] = [
+            guards[rank].shadow("decode/1", {"layers.0.state": fast}, {"layers.0.state": state}, inputs, {}, together=True)
+            for fast in (state, wrong)
+        ]
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert agreed == {0: [True, True], 1: [True, False]}
+    assert [guard.report()["violations"]["by_reason"] for guard in guards] == [{}, {"shadow_state": 1}]
+    parts = [Step.load(next((tmp_path / f"{rank}" / "k3fast-steps").glob("*.pt"))) for rank in range(2)]
+    assert [part.inputs["input_ids"].item() for part in parts] == [0, 1]
