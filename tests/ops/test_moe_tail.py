@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ SMALL = [
         17, 96, 448, 192, tactic=Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1)
     ),
 ]
+SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, passing=True, rehearse=True))]
 
 
 def test_reference_agrees_with_the_plain_form() -> None:

@@ -42,7 +42,9 @@ class Tactic:
     `prefetch` then have no meaning.
 
     A ring (`device/ring.py`): `chunk` columns a stage, 0 for the other forms; `fetchers` warps that only copy, besides the
-    others; `height` rows of the matrix in a stage, 0 for all rows of the tiles.
+    others; `height` rows of the matrix in a stage, 0 for all rows of the tiles; `passing`: weights are the first to leave L2, so
+    that code, states and activations stay; `rehearse`: the loop runs once over whatever is in the first stage, while the
+    activation is on its way, so that its code is in the cache.
     """
 
     groups: int = 132
@@ -57,6 +59,8 @@ class Tactic:
     chunk: int = 0
     fetchers: int = 0
     height: int = 0
+    passing: bool = False
+    rehearse: bool = False
 
     @property
     def threads(self) -> int:

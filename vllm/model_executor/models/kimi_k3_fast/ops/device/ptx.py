@@ -61,13 +61,20 @@ def stream_async(target: Any, source: Any, predicate: Boolean | None = None) -> 
     inline_ptx("cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=predicate)
 
 
-def copy_bulk(target: Any, source: Any, count: Any, barrier: Any, predicate: Boolean) -> None:
+def evict_first() -> Int64:
+    """The L2 policy for what is read once: it is the first to go."""
+    return inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64], read_only_args=[])
+
+
+def copy_bulk(target: Any, source: Any, count: Any, barrier: Any, predicate: Boolean, policy: Int64 | None = None) -> None:
     """Start copying `count` bytes, a multiple of 16, from global to shared memory, where the predicate holds; they count on the
     barrier. Both ends are 16-byte aligned.
     """
+    hint, last = ("", "") if policy is None else (".L2::cache_hint", ", {$r4}")
+    name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, Int32(count), barrier],
+        f"{name}{hint} [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}]{last};",
+        read_only_args=[target, source, Int32(count), barrier, *([] if policy is None else [policy])],
         predicate=opaque(Int32(predicate)) != 0,  # a predicate must be a register, whatever is known about it
     )
 

@@ -23,7 +23,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, min
 from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
-from .ptx import copy_bulk, load_shared, mma_bf16, multiply_bf16, opaque_address
+from .ptx import copy_bulk, evict_first, load_shared, mma_bf16, multiply_bf16, opaque_address
 from .reduce import warp_sum
 from .skinny import Block, Rows, Smem
 from .vectors import Words, unpack_bf16
@@ -43,6 +43,7 @@ class Ring(Block):
         tactic = self.tactic
         self.squares_from = tactic.k_warps
         self.weights, self.inputs, self.norm = weights, [None] * len(weights), norm
+        self.policy = evict_first() if tactic.passing else None
         self.full, self.empty = smem.barriers, smem.barriers + tactic.stages
         self.consumers = tactic.row_warps * tactic.k_warps
         self.multiplies = self.warp < self.consumers
@@ -126,7 +127,7 @@ class Ring(Block):
             if not (isinstance(self.rows.pair, int) and self.rows.pair == 0):
                 source = source + Int32(select_(row < self.own, Int32(0), self.rows.pair - self.own))
             address = base + Int64(source) * Int64(pitch)
-            copy_bulk(self._target(stage, row), address, size, self.full + stage, row < self.held)
+            copy_bulk(self._target(stage, row), address, size, self.full + stage, row < self.held, self.policy)
         if self.norm is not None:
             inside, column, _ = self._where(chunk)
             target = self._target(stage, self.shape.height + self.shape.tokens)
@@ -199,6 +200,12 @@ class Ring(Block):
             mma_bf16(sums, (top[s], bottom[s], top[s + 1], bottom[s + 1]), b[s], b[s + 1])
         for i in range(4):
             acc[at + i] = own[i] + sums[i] if self.exact else sums[i]
+
+    def forget(self, acc: Any, squares: Any, condition: Any) -> None:
+        """All sums are zero again where the condition holds."""
+        for sums in (acc, squares):
+            for i in range(cute.size(sums)):
+                sums[i] = Float32(select_(condition, Float32(0.0), sums[i]))
 
     def put_squares(self, squares: Any) -> None:
         """This warp's sums of squares of every token to shared memory."""
@@ -300,10 +307,12 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
     whole = cutlass.const_expr(isinstance(block.counts[p], int) and block.counts[p] % units == 0 and units % k_warps == 0)
     first = block.chunks[0] if cutlass.const_expr(p > 0) else 0
     if block.multiplies:
-        for i in cutlass.range(0, block.chunks[p], unroll=1):
-            chunk = first + i
+        rehearse = cutlass.const_expr(block.tactic.rehearse and p == 0)
+        for i in cutlass.range(-1 if rehearse else 0, block.chunks[p], unroll=1):
+            chunk = first + (cutlass.max(i, 0) if rehearse else i)
             stage = chunk % stages
-            cute.arch.mbarrier_wait(block.full + stage, chunk // stages & 1)
+            if cutlass.const_expr(not rehearse) or i >= 0:
+                cute.arch.mbarrier_wait(block.full + stage, chunk // stages & 1)
             for turn in cutlass.range_constexpr(-(-units // k_warps)):
                 unit = block.k_warp + turn * k_warps
                 if cutlass.const_expr(whole):  # noqa: SIM114 - one is of the trace, one of the kernel
@@ -311,8 +320,13 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
                 elif unit < min(block.counts[p] - i * units, units):
                     Ring.add_unit(block, acc, squares, stage, unit, with_norm)
             cute.arch.sync_warp()
-            if block.lane == 0:
-                cute.arch.mbarrier_arrive(block.empty + stage)
+            if cutlass.const_expr(not rehearse):
+                if block.lane == 0:
+                    cute.arch.mbarrier_arrive(block.empty + stage)
+            else:
+                if (block.lane == 0) & (i >= 0):
+                    cute.arch.mbarrier_arrive(block.empty + stage)
+                Ring.forget(block, acc, squares, i < 0)
         if cutlass.const_expr(with_norm):
             Ring.put_squares(block, squares)
             cute.arch.barrier(barrier_id=1, number_of_threads=32 * block.consumers)

@@ -18,7 +18,7 @@ from ...reasons import Reason, Refusal
 from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param, get
 from ..single import Plan, compiled, make
-from ..skinny import Shape, Tactic, ceil_div, default_tactic
+from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
 
 @dataclass(frozen=True)
@@ -226,4 +226,5 @@ def specs() -> list[KernelSpec]:
     choices = [topk_spec(TopkConfig(1))] + [
         topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
     ]
-    return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served]] + choices
+    rings = [replace(c, tactic=ring_tactic(sum(c.rows), (c.columns,), c.tokens, chunk=256)) for c in served]
+    return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served, *rings]] + choices

@@ -17,7 +17,7 @@ from ...reasons import Reason, Refusal
 from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
 from ..single import Plan, compiled, make
-from ..skinny import Shape, Tactic, default_tactic
+from ..skinny import Shape, Tactic, default_tactic, ring_tactic
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,6 @@ def run(
 def specs() -> list[KernelSpec]:
     """A TP8 rank, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 7168, 3584, 768) for t in (1, 64)]
-    return [spec(config) for config in [Config(3, 80, 256, 64), *served]]
+    sizes = 7168, 3584, 768
+    rings = [Config(t, *sizes, tactic=ring_tactic(7168, sizes[1:], t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
+    return [spec(config) for config in [Config(3, 80, 256, 64), *served, *rings]]

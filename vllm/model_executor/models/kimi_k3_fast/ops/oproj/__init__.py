@@ -26,7 +26,7 @@ from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
 from .. import measured
 from ..build import ACTIVATION, ARCHS, MAILBOX, SCALAR, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
-from ..skinny import Shape, Tactic, ceil_div, default_tactic
+from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
 SMS = 132  # blocks that surely run at once
 ONE_SHOT_TOKENS = 4  # above it the bytes of one-shot cost more than the second trip of two-shot
@@ -167,4 +167,5 @@ def specs() -> list[KernelSpec]:
     served = [Config(t, 7168, 1536, world=8, update=u) for t in (1, 8, 64) for u in ("write", "add")]
     served += [Config(t, 7168, 12288, update=u) for t in (1, 8) for u in ("write", "add")]
     small = [Config(3, 160, 256, world=world, shots=shots) for world, shots in ((1, None), (2, 1), (2, 2), (4, 2))]
-    return [spec(config) for config in [*small, *served]]
+    rings = [Config(t, 7168, 1536, 8, tactic=ring_tactic(7168, (1536,), t, chunk=256)) for t in (1, 64)]
+    return [spec(config) for config in [*small, *served, *rings]]

@@ -15,7 +15,7 @@ from ...reasons import Reason, Refusal
 from .. import measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
 from ..single import Plan, compiled, make
-from ..skinny import Shape, Tactic, default_tactic
+from ..skinny import Shape, Tactic, default_tactic, ring_tactic
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,5 @@ def run(plan: Plan, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, st
 def specs() -> list[KernelSpec]:
     """KDA input projection of a TP8 rank, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 6288, 7168) for t in (1, 8, 64)]
-    return [spec(config) for config in [Config(3, 80, 256), *served]]
+    rings = [Config(t, 6288, 7168, tactic=ring_tactic(6288, (7168,), t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
+    return [spec(config) for config in [Config(3, 80, 256), *served, *rings]]
