@@ -47,6 +47,7 @@ class Case:
     variants: dict[str, Callable[[int], object]]
     copies: int = 1
     baseline: str | None = None  # the incumbent among the variants; speedups are given against it
+    calls: int = CALLS  # in one graph; fewer where a call is long
 
 
 @dataclass
@@ -72,12 +73,12 @@ def copies_for(bytes_of_one_set: int, cap: int = 64) -> int:
     return max(3, min(cap, -(-2 * cache // max(bytes_of_one_set, 1))))
 
 
-def _graph(run: Callable[[int], object], copies: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of about CALLS calls that goes over the copies in turn, and its number of calls.
+def _graph(run: Callable[[int], object], copies: int, calls: int = CALLS) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of about `calls` calls that goes over the copies in turn, and its number of calls.
 
     Warms up first: capture may not compile.
     """
-    calls = -(-CALLS // copies) * copies
+    calls = -(-calls // copies) * copies
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -100,7 +101,7 @@ def measure(case: Case, replays: int = REPLAYS) -> list[Timing]:
     failed: list[Timing] = []
     for name, run in case.variants.items():
         try:
-            graphs[name] = _graph(run, case.copies)
+            graphs[name] = _graph(run, case.copies, case.calls)
         except Exception as error:  # one broken variant shall not hide the others
             nothing = float("nan")
             failed.append(

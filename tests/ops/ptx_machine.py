@@ -33,6 +33,8 @@ RANK_SHIFT = 24  # a shared address of another block of the cluster carries 1 + 
 WIDTHS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
 RUN, BAR, CLUSTER, POLL, DONE = range(5)
 LANE = np.arange(LANES)
+ALL = np.ones(LANES, dtype=bool)
+TURNS = re.compile(r"bra|ret|exit|bar|barrier|mbarrier")  # where threads may part, meet or wait
 
 Array = np.ndarray
 Step = Callable[["Warp", Array], None]
@@ -165,31 +167,35 @@ class Warp:
             self.status[waits & (self.block.cluster.arrived >= self.arrivals * self.block.cluster.threads)] = RUN
         self.status[self.status == POLL] = RUN
         done = False
-        for _ in range(steps):
+        while steps > 0:
             ready = self.status == RUN
             if not ready.any():
                 break
-            at = self.pc[ready].min()
+            at = int(self.pc[ready].min())
             active = ready & (self.pc == at)
-            guard, wanted, step = self.launch.program[at]
-            self.pc[active] = at + 1
-            if guard is not None:
-                active = active & (self.registers[guard] == wanted)
-            if active.any():
-                step(self, active)
+            others = ready & ~active
+            stop = int(self.pc[others].min()) if others.any() else len(self.launch.program)  # where they meet again
+            if active.all():
+                active = ALL
+            while steps > 0 and at < stop:
+                guard, wanted, step, straight = self.launch.program[at]
+                at, steps = at + 1, steps - 1
+                self.pc[active] = at
+                mask = active if guard is None else active & (self.registers[guard] == wanted)
+                if mask is ALL or mask.any():
+                    step(self, mask)
+                if not straight:
+                    break
             done |= not (self.status[active] == POLL).any()
         return done
 
-    def read(self, name: str) -> Array:
-        return self.registers[name]
-
     def write(self, name: str, value: Array, mask: Array) -> None:
-        if mask.all():
-            self.registers[name] = np.broadcast_to(value, LANES).copy()
-            return
-        if name not in self.registers:
-            self.registers[name] = np.zeros(LANES, dtype=np.asarray(value).dtype)
-        np.copyto(self.registers[name], value, where=mask)
+        """New contents of a register. Arrays are never changed in place: other registers may share them."""
+        if mask is ALL:
+            self.registers[name] = value if value.shape == (LANES,) else np.broadcast_to(value, LANES)
+        else:
+            old = self.registers.get(name)
+            self.registers[name] = np.where(mask, value, np.zeros_like(value) if old is None else old)
 
 
 # -- instructions ----------------------------------------
@@ -262,6 +268,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "neg": lambda a: -a,
     "abs": abs,
 }
+_UNORDERED = {"ltu": "lt", "leu": "le", "gtu": "gt", "geu": "ge", "equ": "eq", "neu": "ne"}  # true where a side is NaN
 _COMPARE = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -312,7 +319,7 @@ class Launch:
 
     # -- decoding
 
-    def _decode(self, text: str, scopes: Any) -> tuple[str | None, bool, Step]:
+    def _decode(self, text: str, scopes: Any) -> tuple[str | None, bool, Step, bool]:
         guard, wanted = None, True
         match = re.match(r"@(!?)([%\w$]+)\s+(.*)", text, flags=re.S)
         if match:
@@ -320,7 +327,7 @@ class Launch:
         name, rest = text.split(None, 1) if len(text.split(None, 1)) == 2 else (text, "")
         operands = _split(rest)
         try:
-            return guard, wanted, self._step(name, operands, scopes, text)
+            return guard, wanted, self._step(name, operands, scopes, text), not TURNS.match(name)
         except (KeyError, NotImplementedError) as error:
             raise NotImplementedError(f"this machine does not know {text!r}") from error
 
@@ -445,6 +452,9 @@ class Launch:
         if root == "setp" and parts[1] in ("nan", "num"):
             a, b, wanted = read(1), read(2), parts[1] == "nan"
             return single(lambda w: np.broadcast_to((np.isnan(a(w)) | np.isnan(b(w))) == wanted, LANES))
+        if root == "setp" and parts[1] in _UNORDERED:
+            a, b, compare = read(1), read(2), _COMPARE[_UNORDERED[parts[1]]]
+            return single(lambda w: np.broadcast_to(compare(a(w), b(w)) | np.isnan(a(w)) | np.isnan(b(w)), LANES))
         if root == "setp":
             a, b, compare = read(1), read(2), _COMPARE[parts[1]]
             if parts[1] == "ne" and kind.startswith("f"):

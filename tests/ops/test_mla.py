@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from late_kernel import write_late
+from ptx_machine import run as run_ptx
 from torch import Tensor
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build, mla
@@ -149,12 +150,18 @@ def test_kernels_compile_without_spills(fp8: bool, arch: str, findings: Callable
 # -- on a device -----------------------------------------------------------------------------------------------------------------
 
 
-def scratch_of(plan: mla.Plan) -> dict[str, Tensor]:
+def scratch_of(plan: mla.Plan, device: str = "cuda") -> dict[str, Tensor]:
     """Scratch filled with NaN (0xff for bytes)."""
     made = {}
     for name, (shape, dtype) in plan.scratch_shapes().items():
-        made[name] = torch.full(shape, 255 if dtype == "u8" else float("nan"), dtype=DTYPES[dtype], device="cuda")
+        made[name] = torch.full(shape, 255 if dtype == "u8" else float("nan"), dtype=DTYPES[dtype], device=device)
     return made
+
+
+def launch(plan: mla.Plan, p: dict[str, Tensor], y: Tensor, scratch: dict[str, Tensor]) -> None:
+    """A whole step on the tensors of `problem`."""
+    weights = mla.Weights(*(p[name] for name in mla.Weights._fields))
+    mla.run(plan, p["x"], weights, mla.Context(*(p[name] for name in mla.Context._fields)), y, scratch)
 
 
 def close(name: str, got: Tensor, want: Tensor, plain: Tensor) -> None:
@@ -167,8 +174,8 @@ def close(name: str, got: Tensor, want: Tensor, plain: Tensor) -> None:
     assert error.mean() <= 2 * allowed.mean() + 2e-7 * scale, (name, float(error.mean()), float(allowed.mean()))
 
 
-def poisoned(config: mla.Config) -> Tensor:
-    return torch.full((config.tokens, config.heads * 128), float("nan"), dtype=torch.bfloat16, device="cuda")
+def poisoned(config: mla.Config, device: str = "cuda") -> Tensor:
+    return torch.full((config.tokens, config.heads * 128), float("nan"), dtype=torch.bfloat16, device=device)
 
 
 def compare(
@@ -207,8 +214,51 @@ def check(config: mla.Config, p: dict[str, Tensor], tactic: mla.Tactic | None = 
     want, plain = expected(config, p), expected(config, p, torch.float32)
     plan = mla.plan(config, build.device_arch(), tactic)
     scratch, y = scratch_of(plan), poisoned(config)
-    mla.run(plan, **p, y=y, scratch=scratch)
+    launch(plan, p, y, scratch)
     torch.cuda.synchronize()
+    compare(config, p, y, scratch, want, plain)
+
+
+def emulate(plan: mla.Plan, p: dict[str, Tensor], y: Tensor, scratch: dict[str, Tensor]) -> None:
+    """The step's kernels one after the other on a machine in software, each with the grid of its entry. q_b's plain product,
+    `ops/projection`'s kernel, is taken by PyTorch."""
+    c, splits = plan.config, plan.tactic.splits
+    groups = lambda tokens: min(-(-c.tokens // tokens), 4)  # noqa: E731
+    rows = c.tokens * c.heads
+    grids = {
+        "norms": (c.tokens,),
+        "project": (c.heads * 12 + -(-c.tokens // 8), groups(8 if c.tokens <= 8 else 16)),
+        "absorb": (c.heads * 8, groups(16)),
+        "attend": (splits, -(-c.queries * c.heads // 16), c.requests),
+        "merge": (rows, 4),
+        "value": (c.heads * 8, groups(8)),
+    }
+    found = {**p, **scratch, "y": y}
+    whole = {"latent": found["latent"][None], "lse": found["lse"][None]} if splits == 1 else {}
+    for name, grid in grids.items():
+        if name not in plan.specs:
+            continue
+        tensors, spec = {**found, **(whole if name == "attend" else {})}, plan.specs[name]
+        run_ptx(spec, {param.name: tensors[param.name] for param in spec.params}, grid)
+        if name == "norms":
+            found["q"].copy_(torch.nn.functional.linear(found["normed"], p["q_b"]))
+
+
+EMULATED = [  # config, lengths, tactic: an empty row and a page boundary; several queries with FP8; norms apart
+    (mla.Config(1, 3, mla.columns(1, 256), 64, 2, q_rank=256), [70, 0, 128], mla.Tactic(3, 2)),
+    (mla.Config(1, 1, mla.columns(1, 256), 64, 2, queries=3, fp8=True, q_rank=256), [66], mla.Tactic(1, 4)),
+    (mla.Config(1, 17, mla.columns(1, 256), 64, 1, q_rank=256), [1 + i % 5 for i in range(17)], mla.Tactic(1, 2)),
+]
+
+
+@pytest.mark.parametrize(("config", "lengths", "tactic"), EMULATED, ids=["split", "fp8-verify", "norms-apart"])
+def test_ptx_against_float64(config: mla.Config, lengths: list[int], tactic: mla.Tactic) -> None:
+    """The compiled kernels, poisoned scratch and output, NaN where the cache may not be read, threads in an order of chance."""
+    p = problem(config, lengths)
+    want, plain = expected(config, p), expected(config, p, torch.float32)
+    plan = mla.plan(config, "sm_90a", tactic, load=False)
+    scratch, y = scratch_of(plan, "cpu"), poisoned(config, "cpu")
+    emulate(plan, p, y, scratch)
     compare(config, p, y, scratch, want, plain)
 
 
@@ -298,7 +348,7 @@ def test_padded_rows_write_nothing() -> None:
     p["x"][1::2] = float("nan")
     plan = mla.plan(config, build.device_arch())
     scratch, y = scratch_of(plan), poisoned(config)
-    mla.run(plan, **p, y=y, scratch=scratch)
+    launch(plan, p, y, scratch)
     torch.cuda.synchronize()
     close("y", y[::2], want["y"][::2], plain["y"][::2])
     latent = scratch["latent"].view(4, 6, -1)
@@ -320,11 +370,11 @@ def test_replay_of_alternating_widths(fp8: bool) -> None:
         plan = mla.plan(c, build.device_arch())
         views[c] = {name: tensor if name in shared else tensor[: c.requests] for name, tensor in buffers.items()}
         scratches[c] = scratch_of(plan)
-        mla.run(plan, **views[c], y=y[: c.tokens], scratch=scratches[c])
+        launch(plan, views[c], y[: c.tokens], scratches[c])
         torch.cuda.synchronize()
         graphs[c] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[c]):
-            mla.run(plan, **views[c], y=y[: c.tokens], scratch=scratches[c])
+            launch(plan, views[c], y[: c.tokens], scratches[c])
     steps = [(wide, [1, 384, 0]), (narrow, [128, 64, 1]), (wide, [300, 2, 129]), (narrow, [65, 0, 0])]
     for seed, (c, lengths) in enumerate(steps):
         fresh, bits = problem(wide, lengths, "cuda", seed=seed + 5), []
@@ -354,13 +404,13 @@ def test_producer_that_writes_100_us_late(name: str, fp8: bool) -> None:
     plan = mla.plan(config, build.device_arch())
     scratch, y = scratch_of(plan), poisoned(config)
     late = p[name].clone()
-    mla.run(plan, **{key: tensor.clone() for key, tensor in p.items()}, y=y.clone(), scratch=scratch)  # loads the code
+    launch(plan, {key: tensor.clone() for key, tensor in p.items()}, y.clone(), scratch)  # loads the code
     write_late(late, late.clone())
     for tensor in scratch.values():
         tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
     p[name].fill_({torch.int32: 0, torch.uint8: 127}.get(p[name].dtype, float("nan")))
     torch.cuda.synchronize()
     write_late(late, p[name])
-    mla.run(plan, **p, y=y, scratch=scratch)
+    launch(plan, p, y, scratch)
     torch.cuda.synchronize()
     compare(config, p, y, scratch, want, plain)

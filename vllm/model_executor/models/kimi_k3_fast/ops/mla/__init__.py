@@ -1,9 +1,8 @@
 """MLA decode between the packed projection and o_proj: query, attention over the paged latent cache, value and gate.
 
 Five launches, each a kernel of `cute.py`: project (norms, q_b, cache insert), absorb (W_UK), attend (split context), merge
-(only where the
-context is split), value (W_UV and gate). `run` makes them all; context parallelism calls `run_query`, `run_attention` (with its
-log-sum-exp)
+(only where the context is split), value (W_UV and gate). With many tokens project is two: norms (with the cache insert), then
+`ops/projection`'s product. `run` makes them all; context parallelism calls `run_query`, `run_attention` (with its log-sum-exp)
 and `run_value` around its exchange.
 
 Tensors (h local heads, R requests, q queries of each, T = R q tokens):
@@ -21,18 +20,21 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from ...reasons import Reason, Refusal
+from .. import measured, projection
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
-
-if TYPE_CHECKING:
-    import torch
 
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
 ROW = LATENT + ROPE
 KEYS = 64  # keys of one attention tile; a tile lies in one page
 SM_COUNT = 132
+SHAPE = ("heads", "requests", "queries", "context", "fp8")  # what a measured tactic is for
+TOKENS_TOGETHER = 16  # up to so many tokens every block of q_b's product norms all of them itself
 
 
 @dataclass(frozen=True)
@@ -54,32 +56,52 @@ class Config:
     def tokens(self) -> int:
         return self.requests * self.queries
 
+    @property
+    def product(self) -> projection.Config:
+        """q_b's product where it is a launch of its own."""
+        return projection.Config(self.tokens, self.heads * (NOPE + ROPE), self.q_rank)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the norms are a launch of their own, and q_b a plain product behind it."""
+        return self.tokens > TOKENS_TOGETHER and projection.unavailable_reason(self.product, ARCHS[0]) is None
+
 
 @dataclass(frozen=True)
 class Tactic:
-    """`splits`: shares of the context, one CTA each. `stages`: tiles of the cache that a CTA holds or has on their way, plus
-    one."""
+    """`splits`: shares of the context, one CTA each. `stages`: tiles of the cache that a CTA holds or has on their way, and one
+    more."""
 
     splits: int
     stages: int
 
 
 @dataclass(frozen=True)
-class KernelConfig:
-    """What the device half is specialised on."""
+class KernelConfig(Config):
+    """What the device half is specialised on: the config and the tactic."""
 
-    heads: int
-    requests: int
-    queries: int
-    tokens: int
-    columns: int
-    block_size: int
-    fp8: bool
-    q_rank: int
-    norm_eps: float
-    scale: float
-    splits: int
-    stages: int
+    splits: int = 1
+    stages: int = 2
+
+
+class Weights(NamedTuple):
+    """One layer's local weights, and the scales of the cache. Shapes: the head of this module."""
+
+    q_norm: torch.Tensor
+    kv_norm: torch.Tensor
+    q_b: torch.Tensor
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    scales: torch.Tensor
+
+
+class Context(NamedTuple):
+    """Where this step's rows go and what it attends to."""
+
+    slot_mapping: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -100,6 +122,8 @@ class Plan:
             "latent": ((rows, LATENT), "bf16"),
             "lse": ((rows,), "f32"),
         }
+        if c.apart:
+            shapes["normed"] = ((c.tokens, c.q_rank), "bf16")
         if s > 1:
             shapes |= {"partial": ((s, rows, LATENT), "f32"), "partial_lse": ((s, rows), "f32")}
         return shapes
@@ -136,6 +160,14 @@ def default_tactic(config: Config) -> Tactic:
     return Tactic(splits, 4 if config.fp8 else 2)
 
 
+def chosen_tactic(config: Config, arch: str) -> Tactic:
+    """What was fastest on this architecture at this shape, for this much room in the table or the next larger; else the
+    default."""
+    shape = {name: getattr(config, name) for name in SHAPE if name != "context"} | {"context": config.pages * config.block_size}
+    found = measured.chosen(Path(__file__).parent, arch, shape, "context")
+    return Tactic(**found) if found else default_tactic(config)
+
+
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
     base = default_tactic(config)
@@ -147,20 +179,7 @@ def tactics(config: Config) -> list[Tactic]:
 
 def _specs(config: Config, tactic: Tactic) -> dict[str, KernelSpec]:
     c, rows = config, config.tokens * config.heads
-    kernel = KernelConfig(
-        heads=c.heads,
-        requests=c.requests,
-        queries=c.queries,
-        tokens=c.tokens,
-        columns=c.columns,
-        block_size=c.block_size,
-        fp8=c.fp8,
-        q_rank=c.q_rank,
-        norm_eps=c.norm_eps,
-        scale=c.scale,
-        splits=tactic.splits,
-        stages=tactic.stages,
-    )
+    kernel = KernelConfig(**vars(config), splits=tactic.splits, stages=tactic.stages)
     cached = "u8" if c.fp8 else "bf16"
     x = Param("x", "bf16", (c.tokens, c.columns), ACTIVATION)
     scales = Param("scales", "f32", (2,), STATIC, align=4)
@@ -171,25 +190,22 @@ def _specs(config: Config, tactic: Tactic) -> dict[str, KernelSpec]:
     latent, lse = ("latent", "bf16", (rows, LATENT)), ("lse", "f32", (rows,))
     partial = ("partial", "f32", (tactic.splits, rows, LATENT))
     partial_lse = ("partial_lse", "f32", (tactic.splits, rows))
-    result = (*partial[:2], partial[2]) if tactic.splits > 1 else ("latent", "bf16", (1, rows, LATENT))
+    result = partial if tactic.splits > 1 else ("latent", "bf16", (1, rows, LATENT))
     result_lse = partial_lse if tactic.splits > 1 else ("lse", "f32", (1, rows))
     prefix = "fp8" if c.fp8 else "bf16"
 
     def spec(entry: str, *params: Param) -> KernelSpec:
         return KernelSpec(f"{prefix}_{entry}", "mla", kernel, f"{__name__}.cute:{entry}", params)
 
-    found = {
-        "project": spec(
-            "mla_project",
-            x,
-            Param("q_norm", "bf16", (c.q_rank,), STATIC),
-            Param("kv_norm", "bf16", (LATENT,), STATIC),
-            Param("q_b", "bf16", (c.heads * (NOPE + ROPE), c.q_rank), STATIC),
-            scales,
-            Param("slot_mapping", "i64", (c.tokens,), ACTIVATION, align=8),
-            cache,
-            Param(*q, OUTPUT),
-        ),
+    norms = (Param("q_norm", "bf16", (c.q_rank,), STATIC), Param("kv_norm", "bf16", (LATENT,), STATIC))
+    q_b = Param("q_b", "bf16", (c.heads * (NOPE + ROPE), c.q_rank), STATIC)
+    insert = (scales, Param("slot_mapping", "i64", (c.tokens,), ACTIVATION, align=8), cache)
+    if config.apart:
+        normed = Param("normed", "bf16", (c.tokens, c.q_rank), OUTPUT)
+        first = {"norms": spec("mla_norms", x, *norms, *insert, normed), "product": projection.spec(config.product)}
+    else:
+        first = {"project": spec("mla_project", x, *norms, q_b, *insert, Param(*q, OUTPUT))}
+    found = first | {
         "absorb": spec(
             "mla_absorb",
             Param(*q, ACTIVATION),
@@ -232,82 +248,55 @@ def plan(config: Config, arch: str, tactic: Tactic | None = None, *, load: bool 
     refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))
-    tactic = tactic or default_tactic(config)
+    tactic = tactic or chosen_tactic(config, arch)
     chosen = _specs(config, tactic)
     return Plan(config, tactic, chosen, {name: get(spec, arch) for name, spec in chosen.items()} if load else {})
 
 
 def run_query(
-    plan: Plan,
-    x: torch.Tensor,
-    q_norm: torch.Tensor,
-    kv_norm: torch.Tensor,
-    q_b: torch.Tensor,
-    w_uk: torch.Tensor,
-    scales: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache: torch.Tensor,
-    scratch: dict[str, torch.Tensor],
-    stream: int | None = None,
+    plan: Plan, x: torch.Tensor, w: Weights, context: Context, scratch: dict[str, torch.Tensor], stream: int | None = None
 ) -> None:
     """Write this step's cache rows and `scratch["query"]`."""
-    plan.kernels["project"](x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, scratch["q"], stream=stream)
-    plan.kernels["absorb"](scratch["q"], w_uk, scales, scratch["query"], stream=stream)
+    kernels, insert = plan.kernels, (w.scales, context.slot_mapping, context.cache)
+    if plan.config.apart:
+        kernels["norms"](x, w.q_norm, w.kv_norm, *insert, scratch["normed"], stream=stream)
+        kernels["product"](w.q_b, scratch["normed"], scratch["q"], stream=stream)
+    else:
+        kernels["project"](x, w.q_norm, w.kv_norm, w.q_b, *insert, scratch["q"], stream=stream)
+    kernels["absorb"](scratch["q"], w.w_uk, w.scales, scratch["query"], stream=stream)
 
 
-def run_attention(
-    plan: Plan,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    scales: torch.Tensor,
-    scratch: dict[str, torch.Tensor],
-    stream: int | None = None,
-) -> None:
+def run_attention(plan: Plan, w: Weights, context: Context, scratch: dict[str, torch.Tensor], stream: int | None = None) -> None:
     """Attend with `scratch["query"]`: writes `scratch["latent"]` and `scratch["lse"]`; zeros and -inf where there is no
     context."""
-    if plan.tactic.splits == 1:
-        latent, lse = scratch["latent"][None], scratch["lse"][None]
-        plan.kernels["attend"](scratch["query"], cache, table, lengths, scales, latent, lse, stream=stream)
-        return
-    partial, partial_lse = scratch["partial"], scratch["partial_lse"]
-    plan.kernels["attend"](scratch["query"], cache, table, lengths, scales, partial, partial_lse, stream=stream)
-    plan.kernels["merge"](partial, partial_lse, scratch["latent"], scratch["lse"], stream=stream)
+    whole = plan.tactic.splits == 1
+    partial = (scratch["latent"][None], scratch["lse"][None]) if whole else (scratch["partial"], scratch["partial_lse"])
+    where = (context.cache, context.table, context.lengths)
+    plan.kernels["attend"](scratch["query"], *where, w.scales, *partial, stream=stream)
+    if not whole:
+        plan.kernels["merge"](*partial, scratch["latent"], scratch["lse"], stream=stream)
 
 
 def run_value(
-    plan: Plan,
-    x: torch.Tensor,
-    w_uv: torch.Tensor,
-    y: torch.Tensor,
-    scratch: dict[str, torch.Tensor],
-    stream: int | None = None,
+    plan: Plan, x: torch.Tensor, w: Weights, y: torch.Tensor, scratch: dict[str, torch.Tensor], stream: int | None = None
 ) -> None:
     """Project `scratch["latent"]` to values and gate them: writes `y`."""
-    plan.kernels["value"](x, scratch["latent"], w_uv, y, stream=stream)
+    plan.kernels["value"](x, scratch["latent"], w.w_uv, y, stream=stream)
 
 
 def run(
     plan: Plan,
     x: torch.Tensor,
-    q_norm: torch.Tensor,
-    kv_norm: torch.Tensor,
-    q_b: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    scales: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
+    w: Weights,
+    context: Context,
     y: torch.Tensor,
     scratch: dict[str, torch.Tensor],
     stream: int | None = None,
 ) -> None:
     """One MLA layer's decode step: writes the cache rows and `y`. `scratch`: the tensors of `plan.scratch_shapes()`."""
-    run_query(plan, x, q_norm, kv_norm, q_b, w_uk, scales, slot_mapping, cache, scratch, stream)
-    run_attention(plan, cache, table, lengths, scales, scratch, stream)
-    run_value(plan, x, w_uv, y, scratch, stream)
+    run_query(plan, x, w, context, scratch, stream)
+    run_attention(plan, w, context, scratch, stream)
+    run_value(plan, x, w, y, scratch, stream)
 
 
 def columns(heads: int, q_rank: int = 1536) -> int:

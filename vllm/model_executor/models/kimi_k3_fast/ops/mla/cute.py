@@ -1,12 +1,9 @@
 """The MLA decode kernels: query projection with cache insert, absorb, split-context attention, merge, value projection with gate.
 
 Matrices meet the tensor core as `mma.m16n8k16`. The order of k inside a product is free as long as both operands agree, so a
-lane takes eight
-neighbouring values of a row for two steps; and the order of n is free as long as the output is read back alike, so where an
-operand lies with
-n contiguous (W_UK, the cached latents as values) a lane takes eight neighbouring n of a row for eight steps and pairs two rows
-by byte
-permutation. Nothing is transposed in memory.
+lane takes eight neighbouring values of a row for two steps; and the order of n is free as long as the output is read back alike,
+so where an operand lies with n contiguous (W_UK, the cached latents as values) a lane takes eight neighbouring n of a row for
+eight steps and pairs two rows by byte permutation. Nothing is transposed in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from ..device.ptx import copy_async, load_shared, mma_bf16, store_shared
+from ..device.reduce import warp_max, warp_sum
 from ..device.vectors import load_words, load_words_streaming, pack_bf16, store_words, unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
@@ -215,24 +213,59 @@ def _project(
                 target[first + thread // 16, block * 16 + thread % 16] = BFloat16(total)
             cute.arch.sync_threads()
     else:
-        latent_norm = [load_words(_at(kv_norm.early(), i * 256 + lane * 8)) for i in range(LATENT // 256)]
-        factor = _reciprocal(scales.early()[1])
+        _insert(x, kv_norm, scales, slot_mapping, cache, (block - tiles) * 8 + warp, chunk == 0, lane, c)
+
+
+def _insert(x, kv_norm, scales, slot_mapping, cache, row, wanted, lane, c):
+    """A warp writes the cache row of a token: [RMSNorm(kv_a) | k_pe], where `wanted`. Waits for the kernel before."""
+    weights = [load_words(_at(kv_norm.early(), i * 256 + lane * 8)) for i in range(LATENT // 256)]
+    factor = _reciprocal(scales.early()[1])
+    ready = dependency_wait()
+    _store_cache_row(x.after(ready), weights, factor, slot_mapping.after(ready), cache.after(ready), row, wanted, lane, c)
+
+
+@cute.jit
+def _store_cache_row(x, weights, factor, slot_mapping, cache, row, wanted, lane, c: cutlass.Constexpr):
+    if wanted and row < c.tokens:
+        place = slot_mapping[row]
+        if place >= 0:
+            start = place // c.block_size * cache.stride[0] + place % c.block_size * ROW
+            pieces = [load_words(_at(x, row * c.columns + c.q_rank + i * 256 + lane * 8)) for i in range(LATENT // 256)]
+            normed = _norm(pieces, weights, LATENT, c.norm_eps)
+            for i in cutlass.range_constexpr(LATENT // 256):
+                _store_row_piece(cache, start + i * 256 + lane * 8, normed[i], factor, c.fp8)
+            if lane < ROPE // 8:
+                words = load_words(_at(x, row * c.columns + c.q_rank + LATENT + lane * 8))
+                _store_row_piece(cache, start + LATENT + lane * 8, words, factor, c.fp8)
+
+
+@cute.kernel
+def _norms(
+    x: Dynamic,
+    q_norm: Static,
+    kv_norm: Static,
+    scales: Static,
+    slot_mapping: Dynamic,
+    cache: Dynamic,
+    normed: Output,
+    c: cutlass.Constexpr,
+):
+    """normed = RMSNorm(q_a), and the cache row: a block a token, one warp for each. Every block of `_project` norms all tokens, a
+    hundred times over; with many of them this kernel does it once, and a plain product follows."""
+    release_dependents()
+    thread, _, _ = cute.arch.thread_idx()
+    row, _, _ = cute.arch.block_idx()
+    lane, warp = thread % 32, thread // 32
+    if warp == 0:
+        weights = [load_words(_at(q_norm.early(), i * 256 + lane * 8)) for i in range(c.q_rank // 256)]
         ready = dependency_wait()
-        inputs, cached = x.after(ready), cache.after(ready)
-        row = (block - tiles) * 8 + warp
-        if row < c.tokens and chunk == 0:
-            place = slot_mapping.after(ready)[row]
-            if place >= 0:
-                start = place // c.block_size * cached.stride[0] + place % c.block_size * ROW
-                latent_pieces = [
-                    load_words(_at(inputs, row * c.columns + c.q_rank + i * 256 + lane * 8)) for i in range(LATENT // 256)
-                ]
-                latent_normed = _norm(latent_pieces, latent_norm, LATENT, c.norm_eps)
-                for i in cutlass.range_constexpr(LATENT // 256):
-                    _store_row_piece(cached, start + i * 256 + lane * 8, latent_normed[i], factor, c.fp8)
-                if lane < ROPE // 8:
-                    words = load_words(_at(inputs, row * c.columns + c.q_rank + LATENT + lane * 8))
-                    _store_row_piece(cached, start + LATENT + lane * 8, words, factor, c.fp8)
+        source, target = x.after(ready), normed.after(ready)
+        pieces = [load_words(_at(source, row * c.columns + i * 256 + lane * 8)) for i in range(c.q_rank // 256)]
+        scaled = _norm(pieces, weights, c.q_rank, c.norm_eps)
+        for i in cutlass.range_constexpr(c.q_rank // 256):
+            store_words(_at(target, row * c.q_rank + i * 256 + lane * 8), scaled[i])
+    else:
+        _insert(x, kv_norm, scales, slot_mapping, cache, row, True, lane, c)
 
 
 # -- query: absorb W_UK ----------------------------------------
@@ -301,8 +334,7 @@ def _absorb(q: Dynamic, w_uk: Static, scales: Static, query: Output, c: cutlass.
 
 class _Tile:
     """One stage of cached rows in shared memory, 16-byte pieces permuted within a row so that neither the score nor the value
-    product
-    meets a bank conflict. FP8 rows are kept as they are and widened on their way into registers."""
+    product meets a bank conflict. FP8 rows are kept as they are and widened on their way into registers."""
 
     def __init__(self, base, fp8):
         self.base, self.fp8 = base, fp8  # base: byte pointer of the stage
@@ -329,10 +361,9 @@ class _Tile:
 
 
 def _issue(cache, table, stages, request, tile, first_tile, last_tile, length, c):
-    """Start copying a tile into its stage; always one group, so that groups count tiles. Keys past the context, and the tiles
-    past this share
-    that keep the count, become zeros and read nothing: a product with a weight of 0 must not meet what a page holds beyond the
-    context."""
+    """Start copying a tile into its stage; always one group, so that groups count tiles. Keys past the context become zeros and
+    read nothing, as do the tiles past this share that keep the count: a product with a weight of 0 must not meet what a page
+    holds beyond the context."""
     thread, _, _ = cute.arch.thread_idx()
     start = cutlass.max(cutlass.min(tile, last_tile - 1), 0) * KEYS
     base = Int64(table[request, start // c.block_size]) * cache.stride[0] + start % c.block_size * ROW
@@ -502,27 +533,53 @@ def _query_words(query, offset, fp8):
 
 @cute.kernel
 def _merge(partial: Dynamic, partial_lse: Dynamic, latent: Output, lse: Output, c: cutlass.Constexpr):
-    """The shares of the context weighed by their log-sum-exps. A block: 128 latent columns of one (token, head)."""
+    """The shares of the context weighed by their log-sum-exps. A block: 128 latent columns of one (token, head), four a lane; a
+    warp takes every fourth share, eight on their way together, as there may be a hundred."""
     release_dependents()
     thread, _, _ = cute.arch.thread_idx()
     row, part, _ = cute.arch.block_idx()
+    lane, warp = thread % 32, thread // 32
+    memory = cutlass.memory.SmemAllocator()
+    sums = cute.make_tensor(memory.allocate_array(Float32, 4 * 128, byte_alignment=16), cute.make_layout(4 * 128))
     token_ready = dependency_wait()
     partial, partial_lse = partial.after(token_ready), partial_lse.after(token_ready)
     latent, lse = latent.after(token_ready), lse.after(token_ready)
-    highest = Float32(NEGATIVE_INFINITY)
-    for split in cutlass.range(c.splits, unroll=4):
-        highest = cute.arch.fmax(highest, partial_lse[split, row])
-    base = cutlass.select_(highest == Float32(NEGATIVE_INFINITY), Float32(0.0), highest)
-    total, value = Float32(0.0), Float32(0.0)
-    for split in cutlass.range(c.splits, unroll=4):
-        weight = cute.math.exp2((partial_lse[split, row] - base) * Float32(LOG2E), fastmath=True)
-        if weight > 0.0:  # an empty share left its partial unwritten
-            value = value + weight * partial[split, row, part * 128 + thread]
-        total = total + weight
+    nothing = Float32(NEGATIVE_INFINITY)
+    found = []  # of shares lane, lane + 32, ...
+    for first in cutlass.range_constexpr(0, c.splits, 32):
+        own = partial_lse[cutlass.min(first + lane, c.splits - 1), row]
+        found.append(cutlass.select_(first + lane < c.splits, own, nothing))
+    highest = nothing
+    for own in found:
+        highest = cute.arch.fmax(highest, own)
+    highest = warp_max(highest)
+    base = cutlass.select_(highest == nothing, Float32(0.0), highest)
+    shares = [cute.math.exp2((own - base) * Float32(LOG2E), fastmath=True) for own in found]
+    total = Float32(0.0)
+    for share in shares:
+        total = total + share
+    total = warp_sum(total)
+    acc = cute.make_rmem_tensor(4, Float32)
+    acc.fill(0.0)
+    rows, column = c.tokens * c.heads, part * 128 + lane * 4
+    for i in cutlass.range_constexpr(len(shares)):
+        if warp_max(shares[i]) > 0.0:
+            words, weights = [], []
+            for j in cutlass.range_constexpr(8):
+                split = cutlass.min(i * 32 + j * 4 + warp, c.splits - 1)
+                words.append(load_words(_at(partial, (Int64(split) * rows + row) * LATENT + column, 4)))
+                weights.append(cute.arch.shuffle_sync(shares[i], offset=j * 4 + warp))
+            for j in cutlass.range_constexpr(8):
+                for e in cutlass.range_constexpr(4):
+                    value = weights[j] * words[j][e].bitcast(Float32)
+                    acc[e] = acc[e] + cutlass.select_(weights[j] > 0.0, value, Float32(0.0))  # an empty share wrote nothing
+    store_shared(_at(sums, warp * 128 + lane * 4, 4), [acc[e].bitcast(Uint32) for e in range(4)])
+    cute.arch.sync_threads()
+    value = sums[thread] + sums[128 + thread] + (sums[256 + thread] + sums[384 + thread])
     latent[row, part * 128 + thread] = BFloat16(cutlass.select_(total > 0.0, value * _reciprocal(total), Float32(0.0)))
     if part == 0 and thread == 0:
         natural = base + cute.math.log2(total) * Float32(1.0 / LOG2E)
-        lse[row] = cutlass.select_(total > 0.0, natural, Float32(NEGATIVE_INFINITY))
+        lse[row] = cutlass.select_(total > 0.0, natural, nothing)
 
 
 # -- value projection and gate ----------------------------------------
@@ -577,6 +634,12 @@ def mla_project(c, x, q_norm, kv_norm, q_b, scales, slot_mapping, cache, q, stre
         use_pdl=True,
         preferred_smem_carveout=100,
         min_blocks_per_mp=2,  # all blocks resident at once, and the next kernel's beside them
+    )
+
+
+def mla_norms(c, x, q_norm, kv_norm, scales, slot_mapping, cache, normed, stream):
+    _norms(x, q_norm, kv_norm, scales, slot_mapping, cache, normed, c).launch(
+        grid=[c.tokens, 1, 1], block=[64, 1, 1], stream=stream, use_pdl=True, preferred_smem_carveout=100
     )
 
 
