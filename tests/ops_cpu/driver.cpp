@@ -166,10 +166,10 @@ void dense() {
     Numbers x(type, tokens * k), w(type, 2 * rows * k), out(type, tokens * rows), wide(type, tokens * 2 * rows);
     const bool bad = one_in(8), bounded = one_in(2);
     everywhere("linear", {&out}, bad, [&] { return k3_linear(x.data(), bad ? k - 1 : k, w.data(), k, out.data(), type, tokens, rows, k, threads); });
-    everywhere("gate_up", {&out}, false, [&] { return k3_gate_up(x.data(), k, w.data(), k, out.data(), type, tokens, rows, k, 4, 25, bounded, threads); });
-    everywhere("situ", {&out}, false, [&] { return k3_situ(wide.data(), 2 * rows, out.data(), type, tokens, rows, 4, 25, 1, threads); });
+    everywhere("gate_up", {&out}, bad, [&] { return k3_gate_up(x.data(), k, w.data(), bad ? k - 1 : k, out.data(), type, tokens, rows, k, 4, 25, bounded, threads); });
+    everywhere("situ", {&out}, bad, [&] { return k3_situ(wide.data(), bad ? 2 * rows - 1 : 2 * rows, out.data(), type, tokens, rows, 4, 25, 1, threads); });
     Numbers norm(0, k), normed(type, tokens * k);
-    everywhere("rms_norm", {&normed}, false, [&] { return k3_rms_norm(x.data(), k, norm.floats(), normed.data(), type, tokens, k, 1e-5f); });
+    everywhere("rms_norm", {&normed}, bad, [&] { return k3_rms_norm(x.data(), bad ? k - 1 : k, norm.floats(), normed.data(), type, tokens, k, 1e-5f); });
     const int64_t n = between(1, 5);
     const bool near = bad && n > 1 && tokens;
     Numbers sources(0, n * tokens * k), score(0, k);
@@ -259,12 +259,12 @@ void mla() {
     });
     const int64_t nope = between(1, 20), value = between(1, 20);
     Numbers w_uk(type, heads * nope * latent), w_uv(type, heads * value * latent), asked(type, tokens * heads * (nope + shared)), absorbed(type, tokens * heads * width);
-    everywhere("mla_absorb", {&absorbed}, false, [&] {
-        return k3_mla_absorb(asked.data(), w_uk.data(), nope * latent, latent, absorbed.data(), type, tokens, heads, nope, latent, shared, threads);
+    everywhere("mla_absorb", {&absorbed}, bad, [&] {
+        return k3_mla_absorb(asked.data(), w_uk.data(), nope * latent, bad ? latent - 1 : latent, absorbed.data(), type, tokens, heads, nope, latent, shared, threads);
     });
     Numbers lat(0, tokens * heads * latent), gate(type, tokens * heads * value), y(type, tokens * heads * value);
-    everywhere("mla_value", {&y}, false, [&] {
-        return k3_mla_value(lat.floats(), w_uv.data(), value * latent, latent, gate.data(), heads * value, y.data(), type, tokens, heads, value, latent, threads);
+    everywhere("mla_value", {&y}, bad, [&] {
+        return k3_mla_value(lat.floats(), w_uv.data(), value * latent, latent, gate.data(), bad ? heads * value - 1 : heads * value, y.data(), type, tokens, heads, value, latent, threads);
     });
 }
 
@@ -277,6 +277,10 @@ void moe() {
         return k3_route(x.data(), latent, gate.floats(), bias.floats(), ids.get(), weights.floats(), type, tokens, experts, latent, top_k, 1, 1, threads);
     });
     const bool bad = one_in(3);
+    if (bad)
+        everywhere("route", {&weights}, true, [&] {
+            return k3_route(x.data(), latent, gate.floats(), bias.floats(), ids.get(), weights.floats(), type, tokens, experts, latent, experts + 1, 1, 1, threads);
+        });
     for (int64_t i = 0; i < tokens * top_k; ++i) {
         if (ids[size_t(i)] < 0 || ids[size_t(i)] >= experts) stop("route", "expected ids of experts");
         if (one_in(5)) ids[size_t(i)] = -between(1, 9);
