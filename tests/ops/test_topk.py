@@ -22,7 +22,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.moe_front.torch_form import rou
     ],
     ids=lambda value: f"{value.tokens}x{value.experts}" if isinstance(value, op.TopkConfig) else f"live{value}",
 )
-def test_the_compiled_choice_is_the_plain_one(config: op.TopkConfig, live: int, ties: bool, fresh_store: build.Store) -> None:
+def test_the_compiled_choice_is_the_plain_one(config: op.TopkConfig, live: int, ties: bool, shared_store: build.Store) -> None:
     generator = torch.Generator().manual_seed(live)
     logits = torch.randn(config.tokens, config.experts, generator=generator) * 2
     logits = logits.round() if ties else logits
