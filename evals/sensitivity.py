@@ -10,6 +10,7 @@ again, so that a run that was stopped goes on. Exit status 0: every fault failed
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -56,6 +57,14 @@ def row(arm: arms.Arm, reference: arms.Arm, suite: suites.Suite) -> dict[str, ob
     }
 
 
+def weights_sha256(checkpoint: Path) -> str:
+    """One hash over the weights, by which the table says what it is of."""
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
@@ -83,7 +92,8 @@ def main() -> int:
             print(fault, json.dumps(table[fault]), flush=True)
     scores = {name: t["metrics"][suite.tasks[name].metric] for name, t in output.task_summary(reference, suite).items()}
     items = sum(map(len, reference.items.values()))
-    record = {"suite": suite.name, "every": args.every, "items": items, "reference": scores, "faults": table}
+    of = {"suite": suite.name, "weights_sha256": weights_sha256(args.checkpoint), "every": args.every, "items": items}
+    record = of | {"reference": scores, "faults": table}
     text = json.dumps(record, indent=1) + "\n"
     for path in filter(None, (args.out / "sensitivity.json", args.record)):
         path.write_text(text)

@@ -49,7 +49,7 @@ Arithmetic: a chain of additions and subtractions modulo 1000, every column writ
 {arithmetic}
 
 Served by vLLM, both paths, with the gate's own items: `evals/baselines/tiny.json`. What deliberate faults do to the score is
-measured by `evals/sensitivity.py`.
+measured by `evals/sensitivity.py`, and recorded in `evals/sensitivity.json`.
 
 ## Limits
 
