@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 D = 128
 HEADS = (6, 12, 24, 48, 96)
 LANES = 8  # threads of a V row
-TOKENS = 8  # of one block at most: the columns of one tensor-core product
+WALK = 4  # requests of one block at most: their windows wait in registers together
 SM_COUNT = 132
 SHAPE = ("heads", "requests", "queries", "drafts")  # what a measured tactic is for
 SMEM_LIMIT = 227 * 1024
@@ -132,7 +132,7 @@ def default_tactic(config: Config) -> Tactic:
 
 def _walking(config: Config, tactic: Tactic) -> Tactic:
     """The tactic with as few row groups as asked for, if a block can have their tokens, and no more stages than requests."""
-    fewest = config.requests if config.drafts else -(-config.requests // TOKENS)
+    fewest = config.requests if config.drafts else -(-config.requests // WALK)
     groups = max(tactic.row_groups, fewest)
     return replace(tactic, row_groups=groups, stages=min(tactic.stages, -(-config.requests // groups)))
 

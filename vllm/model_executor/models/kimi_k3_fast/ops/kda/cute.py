@@ -488,7 +488,8 @@ def _launch(c, *tensors, stream):
         stream=stream,
         use_pdl=True,
         preferred_smem_carveout=100,
-        min_blocks_per_mp={128: 3, 256: 2}.get(c.threads, 1),  # blocks hide one another's latencies
+        # Blocks hide one another's latencies; tokens in a row need more registers.
+        min_blocks_per_mp=3 if c.threads == 128 and c.slots_per_row == 1 else 2,
     )
 
 
