@@ -157,7 +157,7 @@ class Executor:
         if not wanted:
             return
         started = time.monotonic()
-        specs = [spec for tokens in wanted for spec in self._plans(tokens, load=False)[1]]
+        specs = self.specs(wanted)
         before = time.monotonic()
         self.cost.compiled += compile_missing(specs, self.arch, say)
         self.cost.compile_seconds += time.monotonic() - before
@@ -166,10 +166,14 @@ class Executor:
         if self.post is not None:
             sending = [plan for ready in self.ready.values() for plan in (*ready.matmul.values(), *ready.sums.values())]
             self.box = self.post(max(getattr(plan, "words", 0) for plan in sending))
-        for spec in dict.fromkeys(specs):
+        for spec in specs:
             build.get(spec, self.arch)
             self.cost.kernels += 1
         self.cost.prepare_seconds += time.monotonic() - started
+
+    def specs(self, sizes: Iterable[int]) -> list[build.KernelSpec]:
+        """The kernels of these padded batch sizes, once; compiles nothing."""
+        return list(dict.fromkeys(spec for tokens in sizes for spec in self._plans(tokens, load=False)[1]))
 
     def mixes(self) -> list[tuple[int, bool, int, bool]]:
         """Every form of AttnRes that a step runs, as keys of `Ready.attn_res`."""

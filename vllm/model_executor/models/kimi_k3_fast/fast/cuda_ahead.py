@@ -1,0 +1,141 @@
+"""The kernels that one deployment will ask for on GPUs, compiled ahead: no GPU, no weights, only the model's config.json.
+
+    python -m vllm.model_executor.models.kimi_k3_fast.fast.cuda_ahead MODEL --arch sm_90a --tensor-parallel-size 8 \\
+        --max-model-len 131072 --sizes 1,2,4,8,16,32,64
+
+They go where a server looks for them (`K3FAST_KERNELS`, or the user's cache). The sizes are the decode batches that the server
+captures; another maximum length or exchange is another set of kernels for MLA or for the sums over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..model.config import K3Config
+from ..ops import build
+from ..ops.experts.torch_form import Weights
+from ..ops.kda import columns
+from .compile_kernels import compile_missing
+from .cuda_executor import Caches, Executor
+from .cuda_views import HEAD, Dense, Kda, Layer, Mix, Mla, Model, Moe, Prepared
+
+LATENT_ROW = 576
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def block_size(heads: int) -> int:
+    """Tokens of a cache block as vLLM aligns them: multiples of 128 whose BF16 latent rows are no smaller than a KDA slot."""
+    slot = 2 * 3 * 3 * heads * HEAD + 4 * heads * HEAD * HEAD
+    return -(-slot // (2 * LATENT_ROW * 128)) * 128
+
+
+def model_of(c: K3Config, ranks: int) -> Model:
+    """Views of one rank without memory: shapes and dtypes alone. Raises ValueError where K3's features are missing."""
+    if None in (c.attn_res_block, c.q_lora_rank, c.latent_size, c.num_experts) or not c.mxfp4_experts:
+        raise ValueError("expected a configuration with AttnRes, low-rank query, latent experts in MXFP4, found another")
+    assert c.attn_res_block is not None and c.q_lora_rank is not None and c.latent_size is not None and c.num_experts is not None
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    def f32(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device="meta")
+
+    def u8(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.uint8, device="meta")
+
+    d, mix = c.hidden_size, Mix(f32(c.hidden_size), bf16(c.hidden_size))
+    rank, latent, experts = c.q_lora_rank, c.latent_size, c.num_experts
+    width, shared = c.moe_intermediate_size // ranks, c.num_shared_experts * c.moe_intermediate_size // ranks
+
+    def attention(i: int) -> Kda | Mla:
+        if c.is_kda(i):
+            h = c.kda_heads // ranks
+            inner, norm = h * HEAD, bf16(HEAD)
+            weights = (f32(3 * inner, 4), bf16(inner, HEAD), f32(h), f32(inner), norm, bf16(d, inner))
+            return Kda(f"layers.{i}", bf16(columns(h), d), *weights, h, c.gate_lower_bound, 1e-5)
+        h = c.num_heads // ranks
+        packed, halves = bf16(rank + LATENT_ROW + h * 128, d), (bf16(h, 128, 512), bf16(h, 128, 512))
+        query = (bf16(rank), bf16(512), bf16(h * 192, rank))
+        return Mla(f"layers.{i}", packed, *query, *halves, bf16(d, h * 128), h, c.rms_norm_eps, 192**-0.5)
+
+    moe = Moe(
+        router=bf16(experts, d),
+        bias=f32(experts),
+        down=bf16(latent, d),
+        gate_up=bf16(2 * shared, d),
+        experts=Weights(
+            u8(experts, 2 * width, latent // 2),
+            u8(experts, 2 * width, latent // 32),
+            u8(experts, latent, width // 2),
+            u8(experts, latent, width // 32),
+        ),
+        norm=bf16(latent),
+        up=bf16(d, latent),
+        shared_down=bf16(d, shared),
+        top_k=c.experts_per_token,
+        renormalise=c.renormalize,
+        scaling=c.routed_scaling_factor,
+    )
+    block = c.attn_res_block
+    layers = tuple(
+        Layer(
+            index=i,
+            prev=-(-i // block),
+            write=i // block if i % block == 0 else -1,
+            attention_mix=mix,
+            attention=attention(i),
+            mlp_mix=mix,
+            mlp=moe if c.is_moe(i) else Dense(lambda x: x),
+        )
+        for i in range(c.num_layers)
+    )
+    closed = c.num_attn_res_blocks
+    return Model(d, c.rms_norm_eps, c.situ_beta, c.situ_linear_beta, layers, mix, closed, lambda ids: ids, Prepared())
+
+
+def specs(
+    hf_config: Any, arch: str, ranks: int, max_model_len: int, sizes: Iterable[int] = SIZES, mailbox: bool = False
+) -> list[build.KernelSpec]:
+    """Every kernel of these decode batches, once. Raises ValueError where an operator has none for a shape."""
+    c = K3Config.from_hf(hf_config)
+    model, block = model_of(c, ranks), block_size(c.kda_heads // ranks)
+    latent = {
+        a.name: torch.empty(1, block, LATENT_ROW, device="meta")
+        for a in (x.attention for x in model.layers)
+        if isinstance(a, Mla)
+    }
+    pages = dict.fromkeys(latent, -(-max_model_len // block))
+    post = (lambda words: None) if mailbox and ranks > 1 else None  # type: ignore[return-value]
+    executor = Executor(model, lambda: Caches({}, {}, latent), pages, arch, ranks, post=post, device="meta")
+    return executor.specs(sizes)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a folder with config.json, or that file")
+    parser.add_argument("--arch", required=True, choices=build.ARCHS)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--exchange", choices=("stock", "mailbox"), default="stock")
+    parser.add_argument("--list", action="store_true", help="print the kernels, compile none")
+    o = parser.parse_args(arguments)
+    file = o.model / "config.json" if o.model.is_dir() else o.model
+    sizes = [int(size) for size in o.sizes.split(",")]
+    ranks, mailbox = o.tensor_parallel_size, o.exchange == "mailbox"
+    found = specs(json.loads(file.read_text()), o.arch, ranks, o.max_model_len, sizes, mailbox)
+    if o.list:
+        print("\n".join(f"{spec.name}-{build.content_hash(spec, o.arch)}" for spec in found))
+        return
+    print(f"{len(found)} kernels, {compile_missing(found, o.arch, print)} of them compiled now")
+
+
+if __name__ == "__main__":
+    main()
