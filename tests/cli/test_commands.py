@@ -245,16 +245,24 @@ def test_replay_step_refuses_another_file(tmp_path: Path) -> None:
     assert "expected a step saved by the shadow check" in result.output
 
 
-def test_replay_step_says_what_to_do_with_a_step_of_several_ranks(tmp_path: Path) -> None:
+def saved_part(folder: Path, rank: int, step: int = 7) -> Path:
     from vllm.model_executor.models.kimi_k3_fast.guard.shadow import Step
 
-    origin = {"model": "a", "tensor_parallel": 2, "groups": [0]}
-    file = Step("decode/1", 7, {}, {}, {}, {}, {}, {}, origin).save(tmp_path)
-    result = run("replay-step", str(file))
-    assert result.exit_code == 1
-    said = " ".join(result.output.split())
-    assert "expected a step of one rank" in said and "'tensor_parallel': 2" in said
-    assert "reproduce it with --tensor-parallel-size 1" in said
+    origin = {"model": "a", "tensor_parallel": 2, "rank": rank, "groups": [0]}
+    file = Step("decode/1", step, {}, {}, {}, {}, {}, {}, origin).save(folder)
+    assert file is not None
+    return file.rename(folder / f"{step}-{rank}-{len(list(folder.iterdir()))}.pt")
+
+
+def test_replay_step_takes_one_file_of_each_rank(tmp_path: Path) -> None:
+    from vllm.model_executor.models.kimi_k3_fast.fast import replay
+
+    first, second, again, other = (saved_part(tmp_path, *part) for part in ((0,), (1,), (0,), (1, 8)))
+    assert replay.in_rank_order([second, first]) == [first, second]
+    for files in ([first], [first, again], [first, other], [first, second, again]):
+        result = run("replay-step", *map(str, files))
+        assert result.exit_code == 1
+        assert "expected one file of each of the 2 ranks of one step" in " ".join(result.output.split())
 
 
 def test_kernels_refuse_an_unknown_op() -> None:

@@ -123,16 +123,22 @@ def retire(worker: Any, keys: Sequence[str]) -> None:
 
 
 def spoil_attention(worker: Any, factor: float) -> None:
-    """From then on every MLA layer of this process' fast path is off by `factor`; 1.0 repairs it."""
+    """From then on every MLA layer of this process' fast path is off by `factor`; 1.0 repairs it. Recorded steps are dropped."""
     from vllm.model_executor.models.kimi_k3_fast.fast.executor import Executor
     from vllm.model_executor.models.kimi_k3_fast.fast.views import Mla
 
     true = getattr(Executor, "k3_true_attention", Executor._attention)
 
     def attention(self: Any, view: Any, x: torch.Tensor, step: Any) -> torch.Tensor:
-        return true(self, view, x, step) * (factor if isinstance(view, Mla) else 1.0)
+        update = true(self, view, x, step)
+        if isinstance(view, Mla) and factor != 1.0:
+            self.forms.do(lambda: update.mul_(factor))
+        return update
 
     Executor.k3_true_attention, Executor._attention = true, attention
+    executor = worker and worker.model_runner.model.fast._executor  # none before the first step
+    if executor is not None:
+        executor._tapes.clear()
 
 
 def decide_alone(worker: Any, rank: int) -> None:

@@ -6,11 +6,26 @@ fp32, so that a difference is a fault and not rounding. The engine runs in its o
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, BUDGET, CONFIGS, GENERATED, Engine, decide_alone, differed, greedy, take_path, tokens
+from engines import (
+    BLOCK,
+    BUDGET,
+    CONFIGS,
+    GENERATED,
+    Engine,
+    decide_alone,
+    differed,
+    greedy,
+    set_policy,
+    spoil_attention,
+    take_path,
+    tokens,
+)
 
 PATHS = [("k3", "fast"), ("k3", "standard"), ("kimi_linear", "standard")]
 pytestmark = pytest.mark.engine
@@ -123,5 +138,16 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert report["violations"]["by_reason"] == {"ranks_disagree": 1}
             where = report["violations"]["last"][0]["where"]
             assert (where["first_step"], where["exact"], where["ranks"]) == (step, True, [1])
+        engine.call(spoil_attention, 1.01)
+        engine.call(set_policy, {"shadow_every": 1})
+        engine.run([tokens(150, 71)], 3)
+        saved = [report["violations"]["last"][-1]["where"]["saved"] for report in engine.reports()]
     finally:
         engine.stop()
+    # Both ranks' parts of one step, and the operator repaired: the paths agree, and the standard one as it did in the engine.
+    k3fast = [sys.executable, "-c", "from vllm.model_executor.models.kimi_k3_fast.cli import main; main()"]
+    wide = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run([*k3fast, "replay-step", *reversed(saved)], capture_output=True, text=True, timeout=300, env=wide)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "past the bar" not in done.stdout
+    assert "rank0 layers.0.state" in done.stdout and "rank1 layers.0.state" in done.stdout

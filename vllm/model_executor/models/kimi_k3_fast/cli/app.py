@@ -127,24 +127,26 @@ def patches(
 
 
 @app.command("replay-step")
-def replay_step(file: Annotated[Path, typer.Argument(help="A step that the shadow check saved.")]) -> None:
+def replay_step(
+    files: Annotated[list[Path], typer.Argument(help="A step that the shadow check saved: one file, or one of each rank.")],
+) -> None:
     """Load the model of a saved step, run the step again on both paths, and compare. Exit status 1 where they differ."""
-    from ..guard import shadow
-
     try:
         from ..fast import replay
 
-        result = shadow.replay(file, replay.run)
+        results = replay.replay(files)
     except (ValueError, ImportError, OSError) as error:
         fail(str(error))
     table = table_of("tensor", "bar", "fast - standard, now", "then", "standard, now - then", "")
-    for now, then, same in zip(result.again, result.saved, result.reproduced, strict=True):
-        verdict = "within" if now.within and same.within else "past the bar"
-        table.add_row(now.name, f"{now.bar:.1e}", *(f"{d.distance:.1e}" for d in (now, then, same)), verdict)
+    for rank, result in enumerate(results):
+        of_rank = f"rank{rank} " if len(results) > 1 else ""
+        for now, then, same in zip(result.again, result.saved, result.reproduced, strict=True):
+            verdict = "within" if now.within and same.within else "past the bar"
+            table.add_row(of_rank + now.name, f"{now.bar:.1e}", *(f"{d.distance:.1e}" for d in (now, then, same)), verdict)
     console.print(table)
-    if not all(same.within for same in result.reproduced):
+    if not all(same.within for result in results for same in result.reproduced):
         console.print("The standard path gives other numbers than it did: other weights, another version, or corrupted memory.")
-    raise typer.Exit(0 if result.within else 1)
+    raise typer.Exit(0 if all(result.within for result in results) else 1)
 
 
 Arch = Annotated[list[str] | None, typer.Option(help="Only this architecture, for instance sm_90a; may be given again.")]

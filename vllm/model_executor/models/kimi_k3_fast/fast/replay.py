@@ -1,19 +1,28 @@
 """A saved step run again: the model from its checkpoint, the step's own state and metadata, both paths. `k3fast replay-step`.
 
-No engine takes part. The caches hold just the slots and blocks that the step read, numbered as the file numbers them.
+No engine takes part. The caches hold just the slots and blocks that the step read, numbered as the file numbers them. Each rank
+of a tensor-parallel group has saved its own part of the state: all parts are run together, in a process for each.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    init_distributed_environment,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
 from vllm.forward_context import override_forward_context
 
 from ..guard import shadow
@@ -30,17 +39,62 @@ def origin(vllm_config: VllmConfig) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
+        "rank": get_tensor_model_parallel_rank(),
         "max_tokens": load(vllm_config.additional_config).max_tokens,
     }
 
 
-def run(step: shadow.Step) -> shadow.Rerun:
-    """Raises ValueError where the step cannot be run here."""
-    if step.origin.get("tensor_parallel") != 1 or "groups" not in step.origin:
+def replay(files: Sequence[Path]) -> list[shadow.Replay]:
+    """Run a saved step again and compare, rank by rank. Raises ValueError unless these are one file of each rank of one step, and
+    where it cannot be run here."""
+    ordered = in_rank_order(files)
+    if len(ordered) == 1:
+        return [shadow.replay(ordered[0], run)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:  # ends every rank when one fails, which would otherwise wait for it in a collective
+            torch.multiprocessing.spawn(_rank, (ordered, folder), nprocs=len(ordered))
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise ValueError(f"a rank failed: {error}") from None
+        results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(len(ordered))]
+    return results
+
+
+def in_rank_order(files: Sequence[Path]) -> list[Path]:
+    """The parts of one saved step, by rank. Raises ValueError where one is missing, twice there, or of another step."""
+    steps = {file: shadow.Step.load(file) for file in files}
+    for file, step in steps.items():
+        if not {"model", "tensor_parallel", "rank", "groups"} <= set(step.origin):
+            raise ValueError(f"{file}: expected a step with the model it belongs to, found {step.origin or 'no model'}")
+    ranks = {step.origin["rank"]: file for file, step in steps.items()}
+    whole = {step.origin["tensor_parallel"] for step in steps.values()}
+    found = sorted((step.step, step.plan_key, step.origin["rank"]) for step in steps.values())
+    if len({(number, key) for number, key, _ in found}) > 1 or len(ranks) != len(found) or whole != {len(found)}:
         raise ValueError(
-            f"expected a step of one rank, with the model it belongs to, found {step.origin or 'no model'}: "
-            "reproduce it with --tensor-parallel-size 1, or compare the saved tensors"
+            f"expected one file of each of the {max(whole)} ranks of one step, found (step, plan, rank) {found}: give the files "
+            "that the ranks saved for that step, each rank those named after its own process"
         )
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _rank(rank: int, files: Sequence[Path], folder: str) -> None:
+    """One rank of `replay`, in a process of its own; leaves its result in the folder."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // len(files)))
+    os.environ["VLLM_DIST_IDENT"] = f"k3fast_replay_{os.getppid()}"  # names the memory that ranks on one CPU reduce through
+    _join(rank, len(files), f"{folder}/store")
+    torch.save(shadow.replay(files[rank], run), Path(folder) / f"{rank}.pt")
+
+
+def _join(rank: int, world: int, store: str) -> None:
+    """Make this process a rank of the group of a saved step."""
+    from vllm.config import ParallelConfig
+
+    with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=world))):
+        init_distributed_environment(world, rank, f"file://{store}", rank, "gloo")
+        initialize_model_parallel(world)
+
+
+def run(step: shadow.Step) -> shadow.Rerun:
+    """One rank's part of a saved step, both ways. Raises ValueError where the step cannot be run here."""
     model = _load(step.origin)
     metadata = _bind(model, step)
     ids = step.inputs["input_ids"]
@@ -66,14 +120,15 @@ def _load(origin: Mapping[str, Any]) -> Any:
         revision=origin["revision"],
         dtype=origin["dtype"],
         kv_cache_dtype=origin["kv_cache_dtype"],
+        tensor_parallel_size=origin["tensor_parallel"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         additional_config={KEY: {"max_tokens": origin["max_tokens"]}},
     ).create_engine_config()
-    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         if not model_parallel_is_initialized():
-            init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-            initialize_model_parallel(1)
+            _join(0, 1, f"{folder}/store")
+    with set_current_vllm_config(config):
         loader = get_model_loader(config.load_config)
         with set_default_torch_dtype(config.model_config.dtype):
             model = loader.create_model(config, config.model_config)
