@@ -215,7 +215,8 @@ def ring_tactic(
     held = ceil_div(height, TILE)
     row_warps = ceil_div(held, 4 if tokens <= 32 else 2)  # a warp's sums are registers
     tiles = ceil_div(held, row_warps)
-    tactic = Tactic(groups, splits, row_warps, max(1, 8 // row_warps), tiles, 0, 0, 1, 1, chunk, fetchers, height)
+    warps = 4 if tokens > 32 and len(columns) > 1 else 8  # so do a norm's squares of many tokens
+    tactic = Tactic(groups, splits, row_warps, max(1, warps // row_warps), tiles, 0, 0, 1, 1, chunk, fetchers, height)
     stage = 2 * Shape(tokens, columns, tactic).stage_elements
     needed = sum(ceil_div(ceil_div(c // UNIT, splits), chunk // UNIT) for c in columns)
     return replace(tactic, stages=max(1, min(space // stage, needed)))

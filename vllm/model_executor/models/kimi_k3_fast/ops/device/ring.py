@@ -304,6 +304,7 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
     stages = cutlass.const_expr(block.tactic.stages)
     k_warps = cutlass.const_expr(block.tactic.k_warps)
     units = cutlass.const_expr(block.shape.chunk_units)
+    turns = cutlass.const_expr(-(-units // k_warps))
     whole = cutlass.const_expr(isinstance(block.counts[p], int) and block.counts[p] % units == 0 and units % k_warps == 0)
     first = block.chunks[0] if cutlass.const_expr(p > 0) else 0
     if block.multiplies:
@@ -313,7 +314,7 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
             stage = chunk % stages
             if cutlass.const_expr(not rehearse) or i >= 0:
                 cute.arch.mbarrier_wait(block.full + stage, chunk // stages & 1)
-            for turn in cutlass.range_constexpr(-(-units // k_warps)):
+            for turn in cutlass.range(0, turns, unroll_full=turns <= 2, unroll=1):
                 unit = block.k_warp + turn * k_warps
                 if cutlass.const_expr(whole):  # noqa: SIM114 - one is of the trace, one of the kernel
                     Ring.add_unit(block, acc, squares, stage, unit, with_norm)
