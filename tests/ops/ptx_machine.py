@@ -486,9 +486,9 @@ class Launch:
             a, b = read(1), read(2)
             return single(
                 lambda w: (
-                    bits(((a(w).astype(np.int64) * b(w).astype(np.int64)) >> 32).astype(dtype_of(kind)))
+                    bits(((a(w).astype(np.int64) * b(w).astype(np.int64)) >> int(kind[1:])).astype(dtype_of(kind)))
                     if kind[0] == "s"
-                    else bits(((a(w).astype(np.uint64) * b(w).astype(np.uint64)) >> np.uint64(32)).astype(dtype_of(kind)))
+                    else bits(((a(w).astype(np.uint64) * b(w).astype(np.uint64)) >> np.uint64(kind[1:])).astype(dtype_of(kind)))
                 )
             )
         if root in ("mad", "fma"):
