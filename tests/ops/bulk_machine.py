@@ -23,6 +23,9 @@ class BulkLaunch(Launch):
 
     def _step(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
         root, kind = name.split(".")[0], name.split(".")[-1]
+        if name.startswith("createpolicy"):  # a hint to a cache, which this machine has not
+            policy = self._named(operands[0], scopes)
+            return lambda warp, mask: warp.write(policy, np.zeros(LANES, dtype=np.uint64), mask)
         if name.startswith("cp.async.bulk.shared"):
             return self._bulk(operands, scopes, text)
         if name.startswith("mbarrier.try_wait"):
@@ -195,11 +198,17 @@ def _trap(warp: Warp, mask: Array) -> None:
 
 
 def run(
-    spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0, together: bool = False
+    spec: KernelSpec,
+    tensors: dict[str, Any],
+    grid: tuple[int, ...],
+    arch: str = "sm_90a",
+    seed: int = 0,
+    together: bool = False,
+    cluster: int = 1,
 ) -> None:
     """As `ptx_machine.run`; `together`: all blocks at once, for a kernel whose blocks wait for each other."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
-    launch, order = BulkLaunch(spec, arch, tensors, grid, 1, memory), random.Random(seed)
+    launch, order = BulkLaunch(spec, arch, tensors, grid, cluster, memory), random.Random(seed)
     launch.chance = order
     clusters = list(launch.clusters())
     for some in [clusters] if together else [[cluster] for cluster in clusters]:

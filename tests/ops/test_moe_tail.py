@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bulk_machine import run as run_ptx
 from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
@@ -73,6 +74,15 @@ def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0
         "up": (draw(config.rows, config.latent) / config.latent**0.5).bfloat16(),
         "down": (draw(config.rows, config.shared) / config.shared**0.5).bfloat16(),
     }
+
+
+@pytest.mark.parametrize("config", SMALL[-3:], ids=str)
+def test_a_ring_gives_the_right_numbers_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+    case, tactic = _case(config, 5, "cpu"), config.shape.tactic
+    delta = torch.full((config.tokens, config.rows), float("nan")).bfloat16()
+    grid = (tactic.groups * tactic.splits,)
+    run_ptx(op.spec(config), {**case, "delta": delta}, grid, seed=config.tokens, cluster=tactic.splits)
+    check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))
 
 
 @pytest.mark.gpu

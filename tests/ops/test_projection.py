@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bulk_machine import run as run_ptx
 from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
@@ -73,6 +74,16 @@ def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.T
 
 def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
     return case["a"] @ case["w"].T if out == "bf16" else case["a"].float() @ case["w"].float().T
+
+
+@pytest.mark.parametrize("config", [RINGS[0], RINGS[2], RINGS[-1]], ids=str)
+def test_a_ring_gives_the_right_numbers_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+    a, w = torch.randn(config.tokens, config.columns).bfloat16(), torch.randn(config.rows, config.columns).bfloat16()
+    out = torch.full((config.tokens, config.rows), float("nan"), dtype=torch.bfloat16)
+    tactic = config.shape.tactic
+    grid = (tactic.groups * tactic.splits,)
+    run_ptx(op.spec(config), {"w": w, "x": a, "y": out}, grid, seed=config.tokens, cluster=tactic.splits)
+    check_error(out, projection(a, w), _plain({"a": a, "w": w}, config.out))
 
 
 @pytest.mark.gpu
