@@ -1,4 +1,4 @@
-"""AttnRes with the norm that follows: nine, five and two sources, clusters of different sizes, beside stock. Sources are cold: a
+"""AttnRes with the norm that follows: nine and two sources, clusters of different sizes, beside stock. Sources are cold: a
 layer's weights pass through the cache between two uses.
 
     python benchmarks/ops/attn_res.py --json OUT [--tactics FILE] [--sources 9 2] [--batches 1 64] [--compile ARCH]
@@ -22,7 +22,7 @@ from benchmarks.timing import Case, arguments, copies_for, main
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res as op
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 
-CLUSTERS = (2, 4, 7, 8)
+CLUSTERS = (2, 4, 7)
 ROWS = 64  # of the buffers, as served: the sources of a token lie 64 rows apart
 SHAPE = ("sources", "columns", "tokens")
 
@@ -61,7 +61,7 @@ def cases(sources: list[int], batches: list[int]) -> Iterator[Case]:
 
 if __name__ == "__main__":
     parser = arguments("attn_res")
-    parser.add_argument("--sources", type=int, nargs="*", default=[9, 5, 2], help="closed blocks and the prefix")
+    parser.add_argument("--sources", type=int, nargs="*", default=[9, 2], help="closed blocks and the prefix")
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--tactics", type=Path, help="write the fastest numbers of blocks to this table")
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")

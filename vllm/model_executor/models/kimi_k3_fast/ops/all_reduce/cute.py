@@ -64,7 +64,7 @@ def _all_reduce(
                 exchange.send(to, config.word(pair, second=True), total, mine)
     for pair, real in zip(pairs, inside, strict=True):
         if cutlass.const_expr(config.two_shot):
-            (word,) = exchange.receive([config.owner(pair)], config.word(pair, second=True), real)
+            (word,) = exchange.receive([config.owner(pair)], config.word(pair, second=True), real, relayed=True)
         else:
             word = _sum(exchange.receive(ranks, config.word(pair), real))
         inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[target + 2 * pair, word], predicate=real)

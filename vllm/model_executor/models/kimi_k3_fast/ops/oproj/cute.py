@@ -120,7 +120,7 @@ class Reduction:
             owned = item.either & (self._owner(item) == self.exchange.post.rank)
             self._send_to_all(self._index(item, second=True), self._word(self._total(item, owned)), owned)
         for item in self.items:
-            (word,) = self.exchange.receive([self._owner(item)], self._index(item, second=True), item.either)
+            (word,) = self.exchange.receive([self._owner(item)], self._index(item, second=True), item.either, relayed=True)
             self.prefix.put(item, self._own_half(word))
 
     def _word(self, mine: Any) -> Uint32:
