@@ -3,7 +3,8 @@
 Two measurements on one engine. `share`: every call into the guard, and every line that its other thread writes, is timed where
 it happens, in the worker (the runner's, the sampler's and the model's calls) and in the engine core (the scheduler's and the KV
 manager's), and their sum is set against the step; a fresh report every five seconds, as the API server asks for one, is added.
-The timers' own cost counts against the guard. `interleaved`: blocks of steps with the guard's calls in place and replaced by
+Calls are timed in CPU time of their thread, which does not grow when another process takes the core, and steps in wall time; the
+timers' own cost counts against the guard. `interleaved`: blocks of steps with the guard's calls in place and replaced by
 nothing alternate, and the medians are compared; it also holds what travels between the processes, but where other work runs
 beside it its noise is larger than the cost.
 
@@ -36,7 +37,7 @@ LIMIT = 0.01
 
 
 class Clock:
-    """Nanoseconds spent in the calls it wraps, and those of each step."""
+    """Nanoseconds of CPU time spent in the calls it wraps, and of wall time in each step."""
 
     def __init__(self) -> None:
         self.spent = 0
@@ -44,11 +45,11 @@ class Clock:
 
     def timed(self, call: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter_ns()
+            began = time.thread_time_ns()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.spent += time.perf_counter_ns() - began
+                self.spent += time.thread_time_ns() - began
 
         return wrapper
 
