@@ -24,7 +24,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.build import tool as find_tool 
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SELECTIONS = {  # op -> pytest's -k: every kernel, at small shapes, without graphs (whose capture wants the caching allocator)
-    "attn_res": "error_is_within and not columns=7168 or sources_that_cancel",
+    "attn_res": "error_is_within and not 7168 or sources_that_cancel",
     "kda": "null_slots or denormal or state_keeps",
     "mla": "padded_rows or large_magnitude or (test_kernels_against_float64 and 65)",
     "projection": "error_is_within and not 7168",

@@ -4,8 +4,8 @@
 
 A trace has a line for each kernel: start us, duration us, name, as `layer_chain.py --timeline` and the profiler of a decode
 step write them. A kernel launched early by programmatic dependent launch waits for its predecessor: that time is the thin bar
-below the row. The layer is the span from one layer's first AttnRes to the next layer's, taken in the middle of the trace
-where kernels are many.
+below the row. The layer is the span from the end of the layer before to its own end, taken in the middle of the trace where
+kernels are many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,15 @@ def read(file: Path) -> list[Kernel]:
     return sorted(kernels, key=lambda k: k.start)
 
 
-def one_layer(kernels: list[Kernel]) -> list[Kernel]:
+@dataclass(frozen=True)
+class Layer:
+    """Its kernels, and when the layer before it ended: kernels launched before that wait."""
+
+    kernels: list[Kernel]
+    begin: float
+
+
+def one_layer(kernels: list[Kernel]) -> Layer:
     """The kernels of one KDA+MoE layer: from an AttnRes to the second one after it, with the fewest kernels in between.
 
     The layer with the fewest kernels is a KDA one, since MLA launches more; traces hold both.
@@ -63,7 +71,8 @@ def one_layer(kernels: list[Kernel]) -> list[Kernel]:
     whole = [layer for layer in layers if not _experts_first(layer) and any(k.group == 3 for k in layer)]
     fewest = min(len(layer) for layer in whole)
     same = [layer for layer in whole if len(layer) == fewest]
-    return same[len(same) // 2]
+    chosen = same[len(same) // 2]
+    return Layer(chosen, max((k.end for k in kernels[: kernels.index(chosen[0])]), default=chosen[0].start))
 
 
 def _experts_first(layer: list[Kernel]) -> bool:
@@ -71,16 +80,16 @@ def _experts_first(layer: list[Kernel]) -> bool:
     return any(kernel.group == 3 for kernel in layer[:second])
 
 
-def active(layer: list[Kernel]) -> list[tuple[Kernel, float, float]]:
+def active(layer: Layer) -> list[tuple[Kernel, float, float]]:
     """Each kernel with the span in which it was not merely waiting for the one before it."""
-    spans, reached = [], layer[0].start
-    for kernel in layer:
+    spans, reached = [], layer.begin
+    for kernel in layer.kernels:
         spans.append((kernel, min(max(kernel.start, reached), kernel.end), kernel.end))
         reached = max(reached, kernel.end)
     return spans
 
 
-def draw(rows: dict[str, list[Kernel]], title: str, out: Path) -> None:
+def draw(rows: dict[str, Layer], title: str, out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,7 +97,7 @@ def draw(rows: dict[str, list[Kernel]], title: str, out: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(11, 3.2), layout="constrained")
     for y, layer in enumerate(rows.values()):
-        origin = layer[0].start
+        origin = layer.begin
         spans = active(layer)
         end = max(span[2] for span in spans) - origin
         for kernel, begin, stop in spans:
@@ -97,12 +106,12 @@ def draw(rows: dict[str, list[Kernel]], title: str, out: Path) -> None:
                 -y - 0.4, begin - kernel.start, left=kernel.start - origin, height=0.1, color=colour, alpha=0.5, linewidth=0
             )
             axes.barh(-y, stop - begin, left=begin - origin, height=0.62, color=colour, edgecolor="white", linewidth=0.6)
-        axes.text(end + 1.5, -y, f"{end:.0f} us, {len(layer)} launches", va="center", fontsize=9)
+        axes.text(end + 1.5, -y, f"{end:.0f} us, {len(layer.kernels)} launches", va="center", fontsize=9)
     axes.set_yticks([-y for y in range(len(rows))], list(rows))
-    axes.set_xlabel("us since the layer's first AttnRes began")
+    axes.set_xlabel("us since the layer before ended")
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.14)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=min(0, *(layer.kernels[0].start - layer.begin for layer in rows.values())))
     names = [*GROUPS, "other"]
     handles = [patches.Patch(color=c, label=n) for c, n in zip(COLOURS, names, strict=True)]
     axes.legend(handles=handles, ncols=len(handles), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False)
