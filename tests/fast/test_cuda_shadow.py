@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches
-from vllm.model_executor.models.kimi_k3_fast.guard import Guard, Policy
+from vllm.model_executor.models.kimi_k3_fast.guard import GraphKey, Guard, Policy
+from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 
 SLOTS, BLOCK, PAGE = 6, 16, 8192  # bytes of a page: a state [2, 16, 16] fp32 and a conv state [3, 64] bf16, or 16 latent rows
 STATE_SLOTS, LATENT_PAGES = (1, 2), (3, 4)
@@ -160,3 +162,22 @@ def test_stock_graphs_are_captured_with_the_fast_path_looking_away() -> None:
     assert cuda_shadow.stock_graphs(manager, fast, capture) == {"4": "stock"}
     assert seen == [Mode.FULL] and set(manager._capture_descs) == set(Mode)
     assert manager.graphs == {"4": "fast"} and fast.stage is stage and fast.staged is None
+
+
+class Descriptor(NamedTuple):
+    num_tokens: int
+
+
+def test_only_graphs_with_a_plan_are_put_under_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_shadow, "_check_room", lambda *memory, **copies: None)
+    pool, guard = Pool(), Guard(Policy(policy="report", audit_every=1))
+    guard.planned(GraphKey("full", 6, 6, True), "decode/6/cute")
+    guard.planned(GraphKey("full", 8, 8, True), (Refusal(Reason.STEP_TOO_MANY_TOKENS, "8 rows"),))
+    fast, stock = SimpleNamespace(replay=pool.step), SimpleNamespace(replay=pool.step)
+    six, eight = Descriptor(6), Descriptor(8)
+    manager = SimpleNamespace(graphs={six: fast, eight: fast}, _capture_descs={}, hidden_states=pool.hidden)
+    caches = Caches({"k": pool.conv}, {"k": pool.state}, {"m": pool.latent})
+    path = SimpleNamespace(guard=guard, executor=SimpleNamespace(caches=caches), stage=None, staged=None)
+    capture = lambda: manager.graphs.update({six: stock, eight: stock})  # noqa: E731
+    cuda_shadow.watch(manager, path, capture, torch.zeros(8, dtype=torch.bool))
+    assert isinstance(manager.graphs[six], cuda_shadow.Checked) and manager.graphs[eight] is fast

@@ -202,8 +202,8 @@ class Executor:
 
         mixes = {}
         for prev, delta, write, norm in self.mixes():
-            config = attn_res.Config(tokens, m.hidden, prev, delta, write, norm, m.eps, closed=m.closed, rows=ROWS)
-            mixes[prev, delta, write, norm] = plain(attn_res, config)
+            mix = attn_res.Config(tokens, m.hidden, prev, delta, write, norm, m.eps, closed=m.closed, rows=ROWS)
+            mixes[prev, delta, write, norm] = plain(attn_res, mix)
         caches = self.bound()
         matmul: dict[tuple[str, int, int], Any] = {}
         recurrent: dict[str, Any] = {}
@@ -216,12 +216,11 @@ class Executor:
                 matmul["in", rows, m.hidden] = plain(projection, projection.Config(tokens, rows, m.hidden))
             update = self._update(layer)
             if (update, m.hidden, inner) not in matmul:
-                config = (
-                    projection.Config(tokens, m.hidden, inner)
-                    if update == "out"
-                    else oproj.Config(tokens, m.hidden, inner, world=self.ranks, update=update)
-                )
-                matmul[update, m.hidden, inner] = plain(projection if update == "out" else oproj, config)
+                if update == "out":
+                    planned = plain(projection, projection.Config(tokens, m.hidden, inner))
+                else:
+                    planned = plain(oproj, oproj.Config(tokens, m.hidden, inner, world=self.ranks, update=update))
+                matmul[update, m.hidden, inner] = planned
             if isinstance(a, Kda):
                 made = kda.plan(
                     kda.Config(a.heads, tokens, rows, lower_bound=a.lower_bound, norm_eps=a.norm_eps), arch, load=load
@@ -255,10 +254,10 @@ class Executor:
     def _with_experts(self, ready: Ready, moe: Moe, load: bool, plain: Callable[[Any, Any], Any], specs: list) -> Ready:
         m, tokens, arch = self.model, ready.tokens, self.arch
         chosen, latent, shared = moe.router.shape[0], moe.down.shape[0], moe.gate_up.shape[0] // 2
-        situ = {"beta": m.situ_beta, "linear_beta": m.situ_linear_beta}
-        front = plain(moe_front, moe_front.Config(tokens, m.hidden, chosen, latent, shared, **situ))
+        beta, linear = m.situ_beta, m.situ_linear_beta
+        front = plain(moe_front, moe_front.Config(tokens, m.hidden, chosen, latent, shared, beta=beta, linear_beta=linear))
         width = moe.experts.w13.shape[1] // 2
-        config = experts.Config(tokens, latent, width, chosen, moe.top_k, **situ)
+        config = experts.Config(tokens, latent, width, chosen, moe.top_k, beta=beta, linear_beta=linear)
         routed = experts.plan(config, arch, compiled=load)
         specs.extend(routed.specs)
         choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, grouped=routed.tactic.grouped)

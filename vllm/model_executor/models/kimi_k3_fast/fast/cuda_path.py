@@ -73,7 +73,8 @@ class CudaPath:
         self.model: Model | None = None
         self.executor: Executor | None = None
         self.staged: StepKey | None = None
-        self._gather, self._mailbox, self._box = all_gather, mailbox, None
+        self._gather, self._mailbox = all_gather, mailbox
+        self._box: Box | None = None
         self._bound: Callable[[], Caches] | None = None
         self._turned_away: str | None = None
         mutations: list[Mutation] = []
@@ -231,7 +232,8 @@ class CudaPath:
         retired, self._turned_away = self._turned_away, None
         if key.mode == "full":
             return
-        decided = self.refusals or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, self._ready()))
+        refused = self.refusals or self.guard.late_refusals
+        decided = refused or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, self._ready()))
         found = () if isinstance(decided, Plan) else decided
         if retired:
             found = (Refusal(Reason.PLAN_QUARANTINED, f"plan {retired}"), *found)

@@ -51,7 +51,7 @@ def watch(manager: Any, fast: CudaPath, capture: Callable[[], Any], padding: tor
         return None
     _check_room(_memory(fast.executor.caches), copies=4 if policy.shadow_every else 3)
     made = Watch(fast.guard, fast.executor.caches, lambda: manager.hidden_states, padding)
-    plans = {graph.num_tokens: plan for graph, (plan, _) in fast.guard._plans.items() if plan is not None}
+    plans = {graph.padded_tokens: plan for graph, plan in fast.guard.planned_graphs.items()}
     for desc, graph in stock_graphs(manager, fast, capture).items():
         if desc.num_tokens in plans:
             manager.graphs[desc] = Checked(made, desc.num_tokens, plans[desc.num_tokens], manager.graphs[desc], graph)

@@ -130,6 +130,11 @@ class Guard:
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
+    @property
+    def planned_graphs(self) -> dict[GraphKey, str]:
+        """The plan in each captured graph that has one."""
+        return {graph: plan for graph, (plan, _) in self._plans.items() if plan is not None}
+
     def planned(self, graph: GraphKey, decided: str | Sequence[Refusal]) -> None:
         """Remember what was decided while `graph` was captured: a plan key, or the refusals."""
         plan_key, refusals = (decided, ()) if isinstance(decided, str) else (None, tuple(decided))
