@@ -190,7 +190,7 @@ class Chain:
         self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch, grouped=self.experts.tactic.grouped), arch)
         self.routing, self.choose = self._routing(batch)
         pairs = batch * TOP_K
-        self.scratch = experts.Scratch(bf16(pairs, s.width), torch.zeros(1, dtype=torch.int32, device="cuda"))
+        self.scratch = experts.Scratch(bf16(pairs, s.width))
 
     def _routing(self, batch: int) -> tuple[experts.Routing, Callable[[dict[str, Any]], None]]:
         """The routing buffers and the launch that fills them from logits."""

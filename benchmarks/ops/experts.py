@@ -84,7 +84,7 @@ class Call:
         hidden = torch.zeros(config.pairs, config.width, dtype=torch.bfloat16, device="cuda")
         zero = torch.zeros(1, dtype=torch.int32, device="cuda")
         bias = torch.zeros(config.experts, device="cuda")
-        return cls(config, weights, routings, logits, z, op.Scratch(hidden, zero.clone()), torch.zeros_like(z), bias, zero)
+        return cls(config, weights, routings, logits, z, op.Scratch(hidden), torch.zeros_like(z), bias, zero)
 
     @property
     def distinct(self) -> float:
@@ -97,7 +97,6 @@ class Call:
         return round(self.distinct * row * {"w13": 2, "w2": 1}.get(part, 3))
 
     def ours(self, i: int, plan: op.Plan, part: str, choice: moe_front.TopkPlan | None = None) -> None:
-        """A fused plan has no parts: w13 and w2 alone are of the others."""
         routing = self.routings[i]
         if choice:
             r = routing
@@ -219,8 +218,7 @@ def cases(tps: list[int], batches: list[int], parts: list[str]) -> Iterator[Case
                     if run and choose:
                         variants[STOCK] = partial(call.theirs, run=run, choose=choose)
                 else:
-                    whole = [plan for plan in plans if part == "both" or not plan.tactic.fused]
-                    variants = {str(plan.tactic): partial(call.ours, plan=plan, part=part) for plan in whole}
+                    variants = {str(plan.tactic): partial(call.ours, plan=plan, part=part) for plan in plans}
                     if run and part == "both":
                         variants[STOCK] = partial(call.theirs, run=run)
                 label = {"tp": tp, "batch": batch, "part": part, "experts": round(call.distinct, 1)}

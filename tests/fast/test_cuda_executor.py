@@ -197,9 +197,9 @@ class Launch:
         self.done.append(self.spec.name)
 
 
-@pytest.mark.parametrize(("tokens", "fused"), [(1, False), (1, True), (8, False), (16, False), (64, False)])
-def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, fused):
-    """The operators' own host halves, with the kernels behind them replaced; experts also as one launch."""
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64])
+def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens):
+    """The operators' own host halves, with the kernels behind them replaced."""
     done: list[str] = []
     launch = functools.cache(lambda spec, arch=None: Launch(spec, done))
     room, get = build.__name__.rpartition(".")[0], build.get
@@ -208,8 +208,6 @@ def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, fused):
             monkeypatch.setattr(module, "get", launch)
     monkeypatch.setattr(cuda_executor, "compile_missing", lambda specs, arch, say: 0)
     experts.plan.cache_clear()
-    if fused:
-        monkeypatch.setattr(experts, "chosen_tactic", lambda config, arch: experts.fitted(config, experts.FUSED))
     model, kept = stock(weights())
     bound = caches()
     run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, device="cpu")
@@ -217,4 +215,4 @@ def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, fused):
     run.run(tokens, torch.zeros(tokens, run.model.hidden, dtype=BF16), step_tensors([1] * tokens, 5))
     experts.plan.cache_clear()
     assert done.count("bf16_attn_res") == 2 * len(KINDS) + 1 and done.count("bf16_kda_decode") == KINDS.count("kda")
-    assert sum(name.startswith("mxfp4") for name in done) == (1 if fused else 2) * (len(KINDS) - 1)
+    assert sum(name.startswith("mxfp4") for name in done) == 2 * (len(KINDS) - 1)

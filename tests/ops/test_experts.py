@@ -16,7 +16,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 TINY = replace(op.SMALL, tokens=3, experts=8)
-SCHEDULES = [op.PAIRS, op.GROUPED, op.FUSED]
+SCHEDULES = [op.PAIRS, op.GROUPED]
 
 
 def make_weights(
@@ -105,15 +105,15 @@ def test_the_kernels_way_to_decode_is_exact() -> None:
 
 
 @pytest.mark.parametrize("groups", [4, 6, 12])
-def test_one_product_keeps_four_scale_groups_of_two_tokens_apart(groups: int) -> None:
-    """The kernels' round, lane by lane: a lane reads a whole group, the token operand is zero where lane and column differ, so
-    that column n of the product is group n mod 4 of token n // 4. Groups behind the last one hold anything and count nothing.
+def test_one_product_keeps_four_scale_groups_apart(groups: int) -> None:
+    """The round of the kernels for pairs, lane by lane: a lane reads a whole group, the token operand is zero where lane and
+    column differ, so that column n of the product is group n mod 4. Groups behind the last one hold anything and count nothing.
     """
     generator = torch.Generator().manual_seed(groups)
     padded = (groups + 3) // 4 * 4
     codes = torch.randint(0, 256, (16, padded * 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(118, 124, (16, padded), dtype=torch.uint8, generator=generator)
-    tokens = torch.randn(2, padded * 32, dtype=torch.float64, generator=generator)
+    token = torch.randn(padded * 32, dtype=torch.float64, generator=generator)
     values = torch.tensor(torch_form.E2M1, dtype=torch.float64)[torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()]
     lane = torch.arange(32)
     row, quad = lane // 4, lane % 4
@@ -129,7 +129,7 @@ def test_one_product_keeps_four_scale_groups_of_two_tokens_apart(groups: int) ->
                     place = group * 32 + word * 8 + column
                     a[row, 2 * quad + slot] = values[row, place]
                     a[row + 8, 2 * quad + slot] = values[row + 8, place]
-                    b[2 * quad + slot, row] = own * tokens[row // 4, place]
+                    b[2 * quad + slot, row] = own * token[place]
                 product += a @ b
         for half in (0, 1):
             for i in (0, 1):
@@ -137,9 +137,9 @@ def test_one_product_keeps_four_scale_groups_of_two_tokens_apart(groups: int) ->
                 factor = torch.exp2(scales[row + 8 * half, group].double() - 127) * (group < groups)
                 sums[:, half] += product[row + 8 * half, 2 * quad + i] * factor
     sums += sums[lane ^ 1]
-    wanted = reference.decode(codes, scales)[:, : groups * 32] @ tokens[:, : groups * 32].T
+    wanted = reference.decode(codes, scales)[:, : groups * 32] @ token[: groups * 32]
     for half in (0, 1):
-        torch.testing.assert_close(sums[:, half], wanted[row + 8 * half, quad // 2])
+        torch.testing.assert_close(sums[:, half], wanted[row + 8 * half])
 
 
 def test_grouping_lists_every_pair_once_and_no_padded_row() -> None:
@@ -167,17 +167,18 @@ def test_the_kernels_compile(
 
 ON_MACHINE = op.Config(tokens=3, hidden=256, width=32, experts=6, top_k=2)
 FEW = op.Tactic(grouped=False, split=2, teams=2, stages=3, ahead=1, height=16, warps=3, depth=2)
+FEW_GROUPED = replace(op.GROUPED, split=4, stages=3, height=16, warps=3, depth=2, slots=2)
 
 
 @pytest.mark.parametrize(
     ("config", "tactic", "live", "meet"),
     [
         (ON_MACHINE, FEW, 2, None),  # a padded row
-        (replace(ON_MACHINE, tokens=4), replace(FEW, grouped=True, slots=2), 4, 3),  # experts with more tokens than slots
         (replace(ON_MACHINE, width=96), replace(FEW, teams=3, split=1, height=8, depth=1), 3, None),
-        (ON_MACHINE, replace(FEW, height=128, depth=1, fused=True), 2, None),  # entries left after the first ones
+        (replace(ON_MACHINE, tokens=4), FEW_GROUPED, 4, 3),  # experts with more tokens than slots
+        (replace(ON_MACHINE, tokens=9), replace(FEW_GROUPED, padded=True, height=8), 9, 2),  # and than the matrix unit takes
     ],
-    ids=["pairs", "grouped", "three groups", "fused"],
+    ids=["pairs", "three groups", "grouped", "gathered"],
 )
 def test_the_compiled_kernels_compute_the_reference(
     config: op.Config, tactic: op.Tactic, live: int, meet: int | None, fresh_store: build.Store
@@ -186,18 +187,11 @@ def test_the_compiled_kernels_compute_the_reference(
     tactic = op.fitted(config, tactic)
     weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
     hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
-    meeting = torch.zeros(1, dtype=torch.int32)
-    tensors = {**vars(weights), **vars(routing), "z": z, "hidden": hidden, "out": out, "meeting": meeting}
+    tensors = {**vars(weights), **vars(routing), "z": z, "hidden": hidden, "out": out}
     for spec in op.specs_for(config, tactic):
         blocks = 3 if spec.config.grid else config.hidden // tactic.height
         small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
-        arguments = {p.name: tensors[p.name] for p in spec.params}
-        bulk_machine.run(small, arguments, (blocks,), seed=live, together=tactic.fused)
-        if tactic.fused:  # the second launch finds the meeting place as the first left it
-            assert int(meeting) == -(1 << 31)
-            out.fill_(torch.nan)
-            bulk_machine.run(small, arguments, (blocks,), seed=live, together=True)
-            assert int(meeting) == 0
+        bulk_machine.run(small, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
     exact = reference.experts(config, weights, z, routing)
     plain = torch_form.run(
         z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
@@ -236,7 +230,7 @@ def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None
     assert op.unavailable_reason(config, "sm_90a") is None
     for tactic in op.tactics(config):
         assert op.fitted(config, tactic) == tactic
-        assert config.hidden % tactic.height == 0 and config.hidden // 128 % tactic.split == 0
+        assert config.hidden % tactic.height == 0 and config.hidden // (32 if tactic.grouped else 128) % tactic.split == 0
         assert tactic.stages >= 2 and tactic.depth >= 1 and tactic.split >= 2
 
 
@@ -251,17 +245,6 @@ def test_a_measured_tactic_serves_its_architecture_and_up_to_its_tokens(monkeypa
         assert op.chosen_tactic(replace(config, tokens=tokens), "sm_90a") == wanted
     for other, arch in ((config, "sm_100a"), (replace(config, width=192), "sm_90a"), (replace(config, experts=40), "sm_90a")):
         assert op.chosen_tactic(other, arch) == op.default_tactic(other)
-
-
-def test_a_gpu_with_fewer_sms_gets_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that wait for each other must all run."""
-    config = op.Config(tokens=1, experts=41)  # of this test alone: plans are kept
-    monkeypatch.setattr(op, "_fewer_sms", lambda: True)
-    assert len(op.plan(config, "sm_90a", op.FUSED, compiled=False).specs) == 2
-    monkeypatch.setattr(op, "_fewer_sms", lambda: False)
-    assert len(op.plan(replace(config, tokens=2), "sm_90a", op.FUSED, compiled=False).specs) == 1
-    wide = replace(config, hidden=7168)
-    assert not op.fitted(wide, op.FUSED).fused, "256 blocks do not run on 132 SMs"
 
 
 def test_every_measured_tactic_fits_and_says_where_it_is_from() -> None:
@@ -288,8 +271,7 @@ def poisoned(config: op.Config) -> tuple[op.Scratch, torch.Tensor]:
     def buffer(rows: int, columns: int) -> torch.Tensor:
         return torch.full((rows, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
 
-    meeting = torch.zeros(1, dtype=torch.int32, device="cuda")
-    return op.Scratch(buffer(config.pairs, config.width), meeting), buffer(config.tokens, config.hidden)
+    return op.Scratch(buffer(config.pairs, config.width)), buffer(config.tokens, config.hidden)
 
 
 def check(config: op.Config, tactic: op.Tactic, weights: torch_form.Weights, z: torch.Tensor, routing: op.Routing) -> None:

@@ -142,7 +142,7 @@ class Executor:
         self.inner = self._zeros("bf16", pairs, width)
         self.ids, self.weights = whole(ROWS, first.top_k), torch.zeros(ROWS, first.top_k, device=self.device)
         self.offsets, self.pairs, self.active = whole(chosen + 1), whole(pairs), whole(chosen)
-        self.num_active, self.arrived, self.meeting = whole(1), whole(1), whole(1)
+        self.num_active, self.arrived = whole(1), whole(1)
 
     @property
     def caches(self) -> Caches:
@@ -338,7 +338,7 @@ class Executor:
             groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)
         moe_front.run_topk(ready.topk, logits, w.bias, step.num_tokens, ids, weights, groups)
         routing = experts.Routing(ids, weights, step.num_tokens, self.offsets, pairs, self.active, self.num_active)
-        scratch = experts.Scratch(self.inner[: t * w.top_k], self.meeting)
+        scratch = experts.Scratch(self.inner[: t * w.top_k])
         experts.run(ready.experts, w.experts, z, routing, scratch, routed)
         latent = self._sum(ready, routed)
         moe_tail.run(ready.tail, latent, shared, self.tail_norm[id(w)], w.up, w.shared_down, delta)

@@ -1,9 +1,11 @@
-"""Routed MXFP4 experts, W4A16: w13 with SiTU, then w2 with the weighted sum over a token's experts. One kernel or two.
+"""Routed MXFP4 experts, W4A16: w13 with SiTU, then w2 with the weighted sum over a token's experts. Two kernels for every batch.
 
 Two schedules, chosen by a tactic:
     pairs    every (token, slot) pair is an entry of its own. No sorting; right while nearly all pairs have different experts.
-    grouped  an entry is an expert with its pairs: its weights are fetched once for up to `slots` tokens, and once more, from
-             the L2 cache, for every further so many.
+    grouped  an entry is an expert with its pairs: its weights are read once for up to 8 (w13) or `slots` (w2) tokens, and once
+             more, from the L2 cache, for every further so many.
+Each has kernels of its own, `cute` and `grouped`: with one token an expert all depends on instructions per byte of weights, with
+several on products that serve all of them.
 Both are deterministic: no atomics, one fixed order of summation.
 
 Tensors (T padded tokens, L latent width, I expert width per rank, E experts, k chosen):
@@ -11,9 +13,8 @@ Tensors (T padded tokens, L latent width, I expert width per rank, E experts, k 
     checkpoint layout
     z [T, L] bf16;  out r [T, L] bf16, a partial sum over tensor-parallel ranks; rows from num_tokens on are written as zero
     hidden [T k, I]: private to this op. Two-byte words declared bf16 that hold fp16 times 2^`hidden_shift`, since w2
-    multiplies in fp16; within
-    eight columns the order is 0 4 1 5 2 6 3 7, the order in which w2 decodes. Values under 1e-6 lose bits (absolute error up to
-    2^-34 for K3's bound of 100); values saturate at 65504 where SiTU is unbounded (no linear_beta).
+    multiplies in fp16; within eight columns the order is 0 4 1 5 2 6 3 7, the order in which w2 decodes. Values under 1e-6 lose
+    bits (absolute error up to 2^-34 for K3's bound of 100); values saturate at 65504 where SiTU is unbounded (no linear_beta).
 Scale codes 1 to 254 are exact, 0 counts as a factor of zero (2^-127), 255 (NaN) gives values that are not finite: see
 `check_scales`.
 """
@@ -28,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
-from .layout import ROUND, First, Second
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
+from .layout import GROUP, ROUND, First, GroupedFirst, GroupedSecond, Second
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 SM_COUNT = 132
 LARGEST_SCALE = 254
 SHAPE = ("tokens", "hidden", "width", "experts", "top_k")  # what a measured tactic is for
-COLUMNS = 8  # up to so many tokens the pairs may do without groups
+COLUMNS = 8  # tokens that the matrix unit takes at a time; up to so many, pairs may do without groups
 
 
 @dataclass(frozen=True)
@@ -63,28 +64,31 @@ class Config:
 class Tactic:
     """How the work is cut.
 
-    split: warps that share the columns of a w13 tile; teams: how many such tiles are multiplied at a time; stages: w13 tiles in
-    shared memory, as many as fit at most; ahead: experts whose w2 the w13 kernel brings into L2 when its own weights are under
-    way; height: rows of w2 that a block owns; warps: of a w2 block; depth: experts that each of them has in shared memory at
-    most; slots: tokens of an expert that are fetched at a time, where pairs are grouped; fused: one kernel for both products of
-    pairs that are not grouped, with `warps` those of the teams and nothing to bring `ahead`.
+    split: warps that share the columns of a w13 tile; stages: w13 tiles in shared memory, as many as fit at most; height: rows
+    of w2 that a block owns; warps: of a w2 block; depth: experts that each of them has in shared memory at most.
+    Of pairs only: teams, w13 tiles that are multiplied at a time; ahead, experts whose w2 the w13 kernel brings into L2 when its
+    own weights are under way.
+    Of groups only: slots, tokens of an expert that w2 multiplies at a time; padded, w2 rows are copied one by one, which avoids
+    bank conflicts.
     """
 
     grouped: bool
     split: int = 7
     teams: int = 2
-    stages: int = 8
+    stages: int = 6
     ahead: int = 16
     height: int = 28
     warps: int = 12
     depth: int = 3
-    slots: int = 1
-    fused: bool = False
+    slots: int = 0
+    padded: bool = False
 
     def __str__(self) -> str:
-        kind = "grouped" if self.grouped else "fused" if self.fused else "pairs"
+        if self.grouped:
+            cuts = f"s{self.split}-g{self.stages}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
+            return f"grouped-{cuts}{'-p' if self.padded else ''}"
         w13 = f"s{self.split}-t{self.teams}-g{self.stages}-a{self.ahead}"
-        return f"{kind}-{w13}-h{self.height}-w{self.warps}-d{self.depth}-n{self.slots}"
+        return f"pairs-{w13}-h{self.height}-w{self.warps}-d{self.depth}"
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,14 @@ class KernelConfig:
     hidden: int
     width: int
     top_k: int
-    grouped: bool
     hidden_shift: int
-    slots: int  # tokens of an expert that are fetched at a time
+    slots: int = 0  # groups: token rows that a w13 block keeps; tokens of an expert that w2 multiplies at a time
     grid: int = 0
     split: int = 0
     teams: int = 0
     stages: int = 0
     ahead: int = 0
+    gathered: bool = False  # w13 of groups: the rows kept are those of the expert at hand, not all
     beta: float = 0.0
     linear_beta: float | None = None
     rows: int = 0  # tokens that w2 has sums for
@@ -109,11 +113,12 @@ class KernelConfig:
     height: int = 0
     warps: int = 0
     depth: int = 0
+    padded: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernels in launch order: w13, w2, or one for both. `kernels` is empty where nothing was compiled."""
+    """Kernels in launch order: w13, w2. `kernels` is empty where nothing was compiled."""
 
     config: Config
     tactic: Tactic
@@ -144,12 +149,9 @@ class Routing:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Buffers between the products: `hidden` [T k, I], two-byte words; for a fused tactic also `meeting` [1] int32, zero before
-    the first launch, where the blocks of one launch at a time meet.
-    """
+    """Buffer between the kernels: `hidden` [T k, I], two-byte words."""
 
     hidden: torch.Tensor
-    meeting: torch.Tensor | None = None
 
 
 def hidden_shift(config: Config) -> int:
@@ -199,51 +201,50 @@ def _entries(config: Config) -> int:
 
 
 def fitted(config: Config, tactic: Tactic) -> Tactic:
-    """The tactic with its cuts made to divide this configuration's shape and to fit into shared memory."""
-    grouped = tactic.grouped or config.tokens > COLUMNS
-    split = _fitting(tactic.split, config.hidden // ROUND)
-    height = _fitting(tactic.height, config.hidden)
-    fused = tactic.fused and not grouped and config.hidden // height <= SM_COUNT  # all its blocks run at once
-    slots = min(tactic.slots, config.tokens) if grouped else 1
-    warps = split * tactic.teams if fused else tactic.warps
-    first, second = First(config.hidden, slots, split, tactic.teams), Second(config.width, height, slots)
-    sizes = (warps, _rows(config), _entries(config), _rows(config) * config.top_k)
-    least = first.fixed + 2 * first.stage if fused else 0  # both kernels' memory in one block
-    depth = second.depth(tactic.depth, *sizes, taken=least)
-    taken = second.fixed(*sizes) + warps * depth * second.stage if fused else 0
-    return replace(
-        tactic,
-        grouped=grouped,
-        split=split,
-        stages=first.stages(tactic.stages, taken),
-        ahead=0 if fused else min(tactic.ahead, _entries(config)),
-        height=height,
-        warps=warps,
-        slots=slots,
-        depth=depth,
-        fused=fused,
-    )
+    """The tactic with its cuts made to divide this configuration's shape and to fit into shared memory; of groups where there are
+    too many tokens for pairs.
+    """
+    if config.tokens > COLUMNS and not tactic.grouped:
+        return default_tactic(config)
+    height, rows, entries = _fitting(tactic.height, config.hidden), _rows(config), _entries(config)
+    if tactic.grouped:
+        split, slots = _fitting(tactic.split, config.hidden // GROUP), max(1, min(tactic.slots, config.tokens))
+        stages = GroupedFirst(config.hidden, min(COLUMNS, config.tokens), split).stages(tactic.stages)
+        second = GroupedSecond(config.width, height, slots, tactic.padded)
+        depth = second.depth(tactic.depth, tactic.warps, rows, entries, rows * config.top_k)
+        return replace(tactic, split=split, teams=0, stages=stages, ahead=0, height=height, depth=depth, slots=slots)
+    split, ahead = _fitting(tactic.split, config.hidden // ROUND), min(tactic.ahead, entries)
+    stages = First(config.hidden, split, tactic.teams).stages(tactic.stages)
+    depth = Second(config.width, height).depth(tactic.depth, tactic.warps, rows, entries)
+    return replace(tactic, split=split, stages=stages, ahead=ahead, height=height, depth=depth, slots=0, padded=False)
 
 
 PAIRS = Tactic(grouped=False)
-GROUPED = Tactic(grouped=True, slots=2)
-FUSED = Tactic(grouped=False, depth=1, fused=True)
-CUTS: tuple[dict[str, Any], ...] = (
+GROUPED = Tactic(grouped=True, split=8, stages=8, warps=8, slots=4)
+PAIRS_CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"ahead": 0},
     {"split": 4, "teams": 3, "warps": 8, "depth": 4},
-    {"split": 14, "teams": 1, "ahead": 32, "warps": 16, "depth": 2},
+    {"split": 14, "teams": 1, "stages": 8, "ahead": 32, "warps": 16, "depth": 2},
     {"split": 4, "teams": 4, "ahead": 32, "height": 14, "warps": 16},
-    {"slots": 4},
-    {"fused": True, "depth": 1},
-    {"fused": True, "depth": 2, "split": 7, "teams": 1},
-    {"fused": True, "depth": 1, "split": 4, "teams": 4},
 )
+GROUPED_CUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"warps": 12, "depth": 2},
+    {"warps": 16, "depth": 2, "split": 14},
+    {"padded": True, "warps": 12, "depth": 2, "split": 7},
+    {"warps": 4, "depth": 6, "split": 4},
+)
+
+
+def _grouped(config: Config) -> Tactic:
+    """Groups: few tokens meet in an expert while there are few."""
+    return replace(GROUPED, slots=2 if config.tokens <= 16 else 4)
 
 
 def default_tactic(config: Config) -> Tactic:
     """Pairs while nearly all are distinct experts."""
-    return fitted(config, PAIRS if config.tokens <= COLUMNS else GROUPED)
+    return fitted(config, PAIRS if config.tokens <= COLUMNS else _grouped(config))
 
 
 @functools.cache
@@ -269,27 +270,24 @@ def chosen_tactic(config: Config, arch: str) -> Tactic:
 
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
-    found: list[Tactic] = []
-    for cut in CUTS:
-        for grouped in (False, True):
-            if (grouped and (config.tokens < 4 or cut.get("fused"))) or (not grouped and config.tokens > COLUMNS):
-                continue
-            tactic = fitted(config, replace(GROUPED if grouped else PAIRS, **cut))
-            if tactic.depth and tactic.stages > 1 and tactic not in found:
-                found.append(tactic)
-    return found
+    wanted = [replace(PAIRS, **cut) for cut in PAIRS_CUTS] if config.tokens <= COLUMNS else []
+    if config.tokens >= COLUMNS // 2:
+        wanted += [replace(_grouped(config), **cut) for cut in GROUPED_CUTS]
+    found = dict.fromkeys(fitted(config, tactic) for tactic in wanted)
+    return [tactic for tactic in found if tactic.depth and tactic.stages > 1]
 
 
 def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     """The kernels of one tactic, in launch order."""
     t, n = Sym("tokens"), Sym("pairs")
     k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
-    base = KernelConfig(hidden, width, k, tactic.grouped, hidden_shift(config), tactic.slots)
-    shares: dict[str, Any] = {"grid": SM_COUNT, "split": tactic.split, "teams": tactic.teams, "stages": tactic.stages}
-    shares |= {"beta": config.beta, "linear_beta": config.linear_beta}
-    rows: dict[str, Any] = {"rows": _rows(config), "entries": _entries(config), "height": tactic.height}
-    rows |= {"warps": tactic.warps, "depth": tactic.depth}
-    w13, w2 = replace(base, **shares, ahead=tactic.ahead), replace(base, **rows)
+    base = KernelConfig(hidden, width, k, hidden_shift(config))
+    w13 = replace(base, grid=SM_COUNT, split=tactic.split, teams=tactic.teams, stages=tactic.stages, ahead=tactic.ahead)
+    w13 = replace(w13, beta=config.beta, linear_beta=config.linear_beta)
+    w2 = replace(base, rows=_rows(config), entries=_entries(config), height=tactic.height, warps=tactic.warps, depth=tactic.depth)
+    if tactic.grouped:
+        w13 = replace(w13, slots=min(COLUMNS, config.tokens), gathered=config.tokens > COLUMNS)
+        w2 = replace(w2, slots=tactic.slots, padded=tactic.padded)
     first = [Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC), Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC)]
     second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
     z = Param("z", "bf16", (t, hidden), ACTIVATION)
@@ -303,13 +301,9 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     ]
     written, read = (Param("hidden", "bf16", (n, width), access) for access in (OUTPUT, ACTIVATION))
     out = Param("out", "bf16", (t, hidden), OUTPUT)
-    if tactic.fused:
-        meeting = Param("meeting", "i32", (1,), STATE, align=4)
-        params = (*first, *second, z, ids, weights, num_tokens, meeting, written, out)
-        return (_spec("mxfp4_experts_pairs", replace(base, **shares, **rows), *params),)
     if tactic.grouped:
         return (
-            _spec("mxfp4_w13_grouped", w13, *first, *second, z, *groups, written),
+            _spec("mxfp4_w13_grouped", w13, *first, z, *groups, written),
             _spec("mxfp4_w2_grouped", w2, *second, read, *groups, weights, out),
         )
     return (
@@ -319,14 +313,8 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
 
 
 def _spec(name: str, config: KernelConfig, *params: Param) -> KernelSpec:
-    return KernelSpec(name, "experts", config, f"{__name__}.cute:{name}", params)
-
-
-def _fewer_sms() -> bool:
-    """Whether this process has a GPU on which the blocks of a fused kernel would not all run at once."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_properties().multi_processor_count < SM_COUNT
+    device = "grouped" if name.endswith("_grouped") else "cute"
+    return KernelSpec(name, "experts", config, f"{__name__}.{device}:{name}", params)
 
 
 @functools.cache
@@ -336,8 +324,6 @@ def plan(config: Config, arch: str, tactic: Tactic | None = None, compiled: bool
     if refusal:
         raise ValueError(str(refusal))
     tactic = fitted(config, tactic) if tactic else chosen_tactic(config, arch)
-    if tactic.fused and _fewer_sms():
-        tactic = fitted(config, replace(tactic, fused=False))
     specs = specs_for(config, tactic)
     return Plan(config, tactic, specs, tuple(get(spec, arch) for spec in specs) if compiled else ())
 
@@ -351,31 +337,24 @@ def run(
     out: torch.Tensor,
     stream: int | None = None,
 ) -> None:
-    """Launch the plan's kernels. Shapes: see the module; nothing is allocated. Raises ValueError where the blocks of a fused plan
-    have no place to meet.
-    """
-    if plan.tactic.fused:
-        if scratch.meeting is None:
-            raise ValueError(f"experts: expected Scratch.meeting, one int32 that starts as 0, for {plan}, found None.")
-        w, r = weights, routing
-        where = (r.ids, r.weights, r.num_tokens, scratch.meeting)
-        plan.kernels[0](w.w13, w.s13, w.w2, w.s2, z, *where, scratch.hidden, out, stream=stream)
-        return
+    """Launch the plan's kernels. Shapes: see the module; nothing is allocated."""
     run_w13(plan, weights, z, routing, scratch, stream)
     run_w2(plan, weights, routing, scratch, out, stream)
 
 
 def run_w13(plan: Plan, weights: Weights, z: torch.Tensor, routing: Routing, scratch: Scratch, stream: int | None = None) -> None:
-    """hidden = SiTU(w1 z, w3 z) for every pair. Of a plan that is not fused."""
-    where = _groups(routing) if plan.tactic.grouped else (routing.ids, routing.num_tokens)
+    """hidden = SiTU(w1 z, w3 z) for every pair."""
     w = weights
-    plan.kernels[0](w.w13, w.s13, w.w2, w.s2, z, *where, scratch.hidden, stream=stream)
+    if plan.tactic.grouped:
+        plan.kernels[0](w.w13, w.s13, z, *_groups(routing), scratch.hidden, stream=stream)
+    else:
+        plan.kernels[0](w.w13, w.s13, w.w2, w.s2, z, routing.ids, routing.num_tokens, scratch.hidden, stream=stream)
 
 
 def run_w2(
     plan: Plan, weights: Weights, routing: Routing, scratch: Scratch, out: torch.Tensor, stream: int | None = None
 ) -> None:
-    """out = weighted sum of w2 hidden over each token's experts. Of a plan that is not fused."""
+    """out = weighted sum of w2 hidden over each token's experts."""
     r = routing
     where = (*_groups(r), r.weights) if plan.tactic.grouped else (r.ids, r.weights, r.num_tokens)
     plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, stream=stream)
@@ -392,7 +371,7 @@ SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 def specs() -> list[KernelSpec]:
     """The served shapes (TP8 and TP16) with the tactics of every architecture, and the small shapes of the tests."""
     small = [SMALL, replace(SMALL, width=96, top_k=2), replace(SMALL, tokens=16)]
-    found = [spec for c in small for tactic in (PAIRS, GROUPED, FUSED) for spec in specs_for(c, fitted(c, tactic))]
+    found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
     for width in (384, 192):
         for tokens in SERVED_TOKENS:
             config = Config(tokens=tokens, width=width)

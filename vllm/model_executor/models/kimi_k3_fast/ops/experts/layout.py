@@ -4,6 +4,9 @@ imports.
 A lane of the matrix unit reads 16 bytes of a weight row, one scale group; the four lanes of a row read 64 in line, and eight
 lanes, two neighbouring rows of a tile, make one access. Two rows that lie 64 bytes apart modulo 128 share no bank. In w2 a row of
 192 bytes has that by itself; in w13 gate and up rows alternate in a tile, and the up rows are placed 64 bytes off.
+
+Where pairs are grouped, a lane reads 4 bytes of its row instead, and eight rows of a tile make one access: rows 16 bytes apart
+modulo 128 put the 32 lanes of such a read into 32 different banks. Token rows are read 16 bytes at a time and want 64 modulo 128.
 """
 
 from __future__ import annotations
@@ -20,17 +23,21 @@ def align(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
+def pitch(row: int, wanted: int) -> int:
+    """The smallest row pitch >= row that is `wanted` modulo 128."""
+    return row + (wanted - row) % 128
+
+
 def beside(size: int) -> int:
     """The first place behind `size` bytes that is 64 modulo 128."""
-    return size + (64 - size) % 128
+    return pitch(size, 64)
 
 
 @dataclass(frozen=True)
 class First:
-    """w13. A stage: 8 gate rows, the 8 up rows that belong to them, the scales of both. Each of the four is one copy."""
+    """w13 of pairs. A stage: 8 gate rows, the 8 up rows that belong to them, the scales of both. Each of the four is one copy."""
 
     hidden: int
-    slots: int  # token rows that a team keeps
     split: int  # warps of a team: they share the columns
     teams: int
 
@@ -64,26 +71,25 @@ class First:
 
     @property
     def sums(self) -> int:
-        """Of a team: two sets of a warp's 16 rows for two tokens."""
-        return 2 * self.split * 128
+        """Of a team: two sets of a warp's 16 rows."""
+        return 2 * self.split * 64
 
     @property
     def fixed(self) -> int:
-        """All but the stages: token rows with a factor for each warp's part, sums, zeros, barriers."""
-        return self.teams * (self.slots * (self.token + 4 * self.split) + self.sums) + 1024
+        """All but the stages: a token row for each team with a factor for each warp's part, sums, zeros, barriers."""
+        return self.teams * (self.token + 4 * self.split + self.sums) + 1024
 
-    def stages(self, wanted: int, taken: int = 0) -> int:
-        """As many as fit beside what is taken."""
-        return min(wanted, (SHARED - self.fixed - taken) // self.stage)
+    def stages(self, wanted: int) -> int:
+        """As many as fit."""
+        return min(wanted, (SHARED - self.fixed) // self.stage)
 
 
 @dataclass(frozen=True)
 class Second:
-    """w2. A stage: `height` rows of one expert, their scales, the hidden rows of up to `slots` of its tokens."""
+    """w2 of pairs. A stage: `height` rows of one expert, their scales, the pair's hidden row."""
 
     width: int
     height: int
-    slots: int
 
     @property
     def row(self) -> int:
@@ -98,22 +104,105 @@ class Second:
         return align(self.height * self.row, 16)
 
     @property
-    def tokens(self) -> int:
+    def token(self) -> int:
         """Behind the scales, which may start up to 15 bytes late and are read a round at a time."""
         return align(self.scales + self.height * self.scale_row + 16 + 4, 128)
 
     @property
+    def stage(self) -> int:
+        return align(self.token + 2 * self.width, 128)
+
+    def fixed(self, warps: int, rows: int, entries: int) -> int:
+        """All but the stages: every warp's sums, the table of entries, zeros, barriers."""
+        return warps * rows * self.height * 4 + entries * 8 + 2048
+
+    def depth(self, wanted: int, warps: int, rows: int, entries: int) -> int:
+        """Stages of a warp; 0 where not one fits."""
+        return max(0, min(wanted, (SHARED - self.fixed(warps, rows, entries)) // (warps * self.stage)))
+
+
+@dataclass(frozen=True)
+class GroupedFirst:
+    """w13 of groups. A stage: 8 gate rows and the 8 up rows that belong to them, then their scales."""
+
+    hidden: int
+    rows: int  # token rows kept
+    split: int  # warps that share the columns
+
+    @property
+    def row(self) -> int:
+        return self.hidden // 2
+
+    @property
+    def pitch(self) -> int:
+        return pitch(self.row, 16)
+
+    @property
+    def scale_row(self) -> int:
+        return self.hidden // GROUP
+
+    @property
+    def scales(self) -> int:
+        return TILE * self.pitch
+
+    @property
+    def stage(self) -> int:
+        return align(self.scales + TILE * self.scale_row, 128)
+
+    @property
     def token(self) -> int:
-        return 2 * self.width
+        return pitch(2 * self.hidden, 64)
+
+    @property
+    def fixed(self) -> int:
+        """All but the stages: token rows, two sets of partial sums, one factor for each row, barriers."""
+        return align(self.rows * self.token, 128) + 2 * self.split * 512 + 1024
+
+    def stages(self, wanted: int) -> int:
+        return min(wanted, (SHARED - self.fixed) // self.stage)
+
+
+@dataclass(frozen=True)
+class GroupedSecond:
+    """w2 of groups. A stage: `height` rows of one expert, their scales, the hidden rows of up to `slots` of its tokens."""
+
+    width: int
+    height: int
+    slots: int
+    padded: bool  # every row a copy of its own at a pitch without bank conflicts, or all rows in one copy
+
+    @property
+    def row(self) -> int:
+        return self.width // 2
+
+    @property
+    def pitch(self) -> int:
+        return pitch(self.row, 80) if self.padded else self.row
+
+    @property
+    def scale_row(self) -> int:
+        return self.width // GROUP
+
+    @property
+    def scales(self) -> int:
+        return align(self.height * self.pitch, 16)
+
+    @property
+    def tokens(self) -> int:
+        return align(self.scales + self.height * self.scale_row + 16, 16)
+
+    @property
+    def token(self) -> int:
+        return pitch(2 * self.width, 64)
 
     @property
     def stage(self) -> int:
         return align(self.tokens + self.slots * self.token, 128)
 
     def fixed(self, warps: int, rows: int, entries: int, pairs: int) -> int:
-        """All but the stages: every warp's sums, the table of entries, pairs and their weights, zeros, barriers."""
+        """All but the stages: every warp's sums, the table of entries, pairs and their weights, barriers."""
         return warps * rows * self.height * 4 + entries * 12 + pairs * 8 + 2048
 
-    def depth(self, wanted: int, warps: int, rows: int, entries: int, pairs: int, taken: int = 0) -> int:
-        """Stages of a warp beside what is taken; 0 where not one fits."""
-        return max(0, min(wanted, (SHARED - taken - self.fixed(warps, rows, entries, pairs)) // (warps * self.stage)))
+    def depth(self, wanted: int, warps: int, rows: int, entries: int, pairs: int) -> int:
+        """Stages of a warp; 0 where not one fits."""
+        return max(0, min(wanted, (SHARED - self.fixed(warps, rows, entries, pairs)) // (warps * self.stage)))

@@ -1,0 +1,180 @@
+"""What the kernels for pairs (`cute`) and for groups (`grouped`) share: MXFP4 in registers, rows of z in fp16, copies, SiTU.
+
+Decoding is exact and is most of the instructions: the nibble s|eem placed at bits 15 and 11..9 of an fp16 is the value times
+2^-14, subnormals included. Two steps serve four nibbles (select sign from the word, magnitude from its shift by three; then two
+masks). A register so holds the columns (i, i + 4) of eight; activations are stored in that order.
+
+Activations are fp16, which holds a bf16 exactly inside its range. A row of z, or a part of it, is brought into it by a power of
+two, so that the largest value lies in [2^14, 2^15); the bounded hidden values by one constant (`hidden_shift`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
+from cutlass.cute.arch import inline_ptx
+
+from ..device.ptx import sigmoid, store_shared
+from ..device.reduce import warp_max
+from ..device.vectors import load_words, unpack_bf16
+
+SHIFT = 14  # decoded weights are 2^-SHIFT times their value
+
+
+# -- decoding and multiplying ----------------------------------------
+
+
+def _select(mask: int, a: Any, b: Any) -> Any:
+    """Bits of a where the mask is set, else of b."""
+    return inline_ptx(f"lop3.b32 {{$w0}}, {mask:#x}, {{$r0}}, {{$r1}}, 0xCA;", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def decode(word: Any) -> list[Any]:
+    """Eight nibbles to four fp16 pairs, times 2^-14: columns (0, 4), (1, 5), (2, 6), (3, 7)."""
+    mask = Uint32(0x8E008E00)
+    odd = _select(0x80808080, word, word >> 3)
+    even = _select(0x80808080, word << 4, word << 1)
+    return [(even << 8) & mask, (odd << 8) & mask, even & mask, odd & mask]
+
+
+def mma(a: list[Any], b: list[Any], acc: list[Any]) -> list[Any]:
+    """a[16x16] b[16x8] + acc by one warp, fp16 in, fp32 out."""
+    return list(
+        inline_ptx(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*a, *b, *acc],
+        )
+    )
+
+
+def read_word(address: Any) -> Any:
+    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def read_scale(address: Any) -> Any:
+    """2^(s - 127)."""
+    code = inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+    return (code << 23).bitcast(Float32)
+
+
+# -- rows of z, SiTU, sums ----------------------------------------
+
+
+def load_row(columns: int, source: Any, target: Any, factor: Any) -> None:
+    """One warp brings `columns` of a row of z into fp16, in column pairs; `factor` gets the power of two that undoes it and the
+    weights' 2^-14.
+    """
+    lane = cute.arch.lane_idx()
+    units = columns // 8
+    words = [load_words(source + cutlass.min(first + lane, units - 1) * 8) for first in range(0, units, 32)]
+    largest = Float32(0.0)
+    for four in words:
+        for word in four:
+            for value in unpack_bf16(word):
+                largest = inline_ptx(
+                    "{ .reg .f32 a; abs.f32 a, {$r0}; max.f32 {$w0}, a, {$r1}; }",
+                    write_only_types=[Float32],
+                    read_only_args=[value, largest],
+                )
+    largest = warp_max(largest)
+    exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(2 * SHIFT))  # biased; 255 where a value is not finite
+    scale = ((Uint32(254 + SHIFT) - exponent) << 23).bitcast(Float32)  # 2^SHIFT / 2^(exponent - 127)
+    undo = exponent << 23  # 2^(exponent - 127 - SHIFT) for the row, 2^SHIFT for the weights
+    for turn, four in enumerate(words):
+        unit = turn * 32 + lane
+        values = []
+        for word in four:
+            values += [value * scale for value in unpack_bf16(word)]
+        packed = []
+        for i in range(4):  # the columns (i, i + 4), see `decode`
+            packed.append(
+                inline_ptx(
+                    "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};",
+                    write_only_types=[Uint32],
+                    read_only_args=[values[i + 4], values[i]],
+                )
+            )
+        store_shared(target + unit * 16, packed, None if turn * 32 + 32 <= units else unit < units)
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[factor, undo], predicate=lane == 0)
+
+
+def store_half(pointer: Any, value: Any) -> None:
+    """One value in fp16, saturated at its largest finite value; NaN stays NaN."""
+    bounded = inline_ptx(
+        "{ .reg .f32 a; min.NaN.f32 a, {$r0}, 0f477FE000; max.NaN.f32 {$w0}, a, 0fC77FE000; }",  # 65504
+        write_only_types=[Float32],
+        read_only_args=[value],
+    )
+    inline_ptx("st.global.b16 [{$r0}], {$r1};", read_only_args=[pointer, bounded.to(Float16).bitcast(Uint16)])
+
+
+def _tanh(x: Any) -> Any:
+    """tanh to about 1e-6 of its value: 1 - 2 / (1 + e^2x) loses small values to cancellation, where x - x^3/3 is exact enough."""
+    small = x * (Float32(1.0) - x * x * Float32(1.0 / 3.0))
+    large = Float32(1.0) - Float32(2.0) / (Float32(1.0) + cute.math.exp(x + x))
+    return inline_ptx(
+        "{ .reg .pred p; .reg .f32 a; abs.f32 a, {$r0}; setp.lt.f32 p, a, 0f3CF5C28F; selp.f32 {$w0}, {$r1}, {$r2}, p; }",  # 0.03
+        write_only_types=[Float32],
+        read_only_args=[x, small, large],
+    )
+
+
+def situ(gate: Any, up: Any, beta: float, linear_beta: float | None) -> Any:
+    """b tanh(g / b) sigmoid(g) * (lb tanh(u / lb), or u where unbounded)."""
+    bounded = up if linear_beta is None else Float32(linear_beta) * _tanh(up * Float32(1.0 / linear_beta))
+    return Float32(beta) * _tanh(gate * Float32(1.0 / beta)) * sigmoid(gate) * bounded
+
+
+@cute.jit
+def clear(sums: Any, count: cutlass.Constexpr, threads: cutlass.Constexpr):
+    """Set `count` sums to zero, by all threads of the block."""
+    thread, _, _ = cute.arch.thread_idx()
+    for place in cutlass.range(thread, count, threads, unroll=1):
+        sums[place] = Float32(0.0)
+
+
+@cute.jit
+def write_sums(c: cutlass.Constexpr, sums: Any, out: Any):
+    """Add the warps' sums in order and store them in bf16. Padded rows have nothing in them and come out as zero."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    for place in cutlass.range(thread, out.shape[0] * c.height, 32 * c.warps, unroll=1):
+        total = Float32(0.0)
+        for warp in cutlass.range_constexpr(c.warps):
+            total = total + sums[warp * (c.rows * c.height) + place]
+        out[place // c.height, block * c.height + place % c.height] = total.to(BFloat16)
+
+
+# -- copies and barriers ----------------------------------------
+
+
+def bulk(target: Any, source: Any, size: Any, barrier: Any, predicate: Any = None) -> None:
+    """Start copying `size` bytes (16-byte aligned, as both ends) into shared memory; they count on the barrier."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(size), barrier],
+        predicate=predicate,
+    )
+
+
+@cute.jit
+def init_barriers(barriers: Any, count: cutlass.Constexpr, special: cutlass.Constexpr, arrivals: cutlass.Constexpr):
+    """`count` barriers of one arrival, but the first `special` ones of `arrivals`; then the block meets."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < count:
+        wanted = Int32(arrivals)
+        if thread >= special:
+            wanted = Int32(1)
+        cute.arch.mbarrier_init(barriers + thread, wanted)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+def byte(tensor: Any, row: Any, length: int) -> Any:
+    """Pointer to a row of a byte tensor; 64 bits, since all experts of a layer may exceed 2 GiB."""
+    return tensor.iterator + Int64(row) * length
