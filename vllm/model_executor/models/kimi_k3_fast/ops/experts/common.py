@@ -131,19 +131,21 @@ def situ(gate: Any, up: Any, beta: float, linear_beta: float | None) -> Any:
 
 
 @cute.jit
-def clear(sums: Any, count: cutlass.Constexpr, threads: cutlass.Constexpr):
-    """Set `count` sums to zero, by all threads of the block."""
+def clear(sums: Any, count: cutlass.Constexpr, threads: cutlass.Constexpr, unroll: cutlass.Constexpr):
+    """Set `count` sums to zero, by all threads of the block. unroll: turns of the loop at a time; -1: the compiler says."""
     thread, _, _ = cute.arch.thread_idx()
-    for place in cutlass.range(thread, count, threads, unroll=1):
+    for place in cutlass.range(thread, count, threads, unroll=unroll):
         sums[place] = Float32(0.0)
 
 
 @cute.jit
-def write_sums(c: cutlass.Constexpr, sums: Any, out: Any):
-    """Add the warps' sums in order and store them in bf16. Padded rows have nothing in them and come out as zero."""
+def write_sums(c: cutlass.Constexpr, sums: Any, out: Any, unroll: cutlass.Constexpr):
+    """Add the warps' sums in order and store them in bf16. Padded rows have nothing in them and come out as zero. unroll: as for
+    `clear`.
+    """
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    for place in cutlass.range(thread, out.shape[0] * c.height, 32 * c.warps, unroll=1):
+    for place in cutlass.range(thread, out.shape[0] * c.height, 32 * c.warps, unroll=unroll):
         total = Float32(0.0)
         for warp in cutlass.range_constexpr(c.warps):
             total = total + sums[warp * (c.rows * c.height) + place]

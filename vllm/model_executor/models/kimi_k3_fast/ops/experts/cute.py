@@ -431,7 +431,7 @@ def _memory_w2(c: Any) -> tuple:
     sums = numbers(Float32, c.warps * c.rows * c.height)
     barriers = allocator.allocate_array(Int64, c.warps * c.depth, byte_alignment=8)
     _zeros(zeros)
-    clear(sums, c.warps * c.rows * c.height, 32 * c.warps)
+    clear(sums, c.warps * c.rows * c.height, 32 * c.warps, 1)
     init_barriers(barriers, c.warps * c.depth, 0, 1)
     return stages, barriers, zeros, table, sums
 
@@ -445,7 +445,7 @@ def _w2(c: Any, weights: tuple, hidden: Any, ids: Any, factors: Any, num_tokens:
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))
     _stream_w2(c, *weights, hidden, table, entries, stages, barriers, own, zeros.toint() + 32)
     cute.arch.sync_threads()
-    write_sums(c, sums, out)
+    write_sums(c, sums, out, 1)
 
 
 @cute.kernel

@@ -420,7 +420,7 @@ def _memory_w2(c: Any) -> tuple:
     table = (*entries, numbers(Int32, c.rows * c.top_k), numbers(Float32, c.rows * c.top_k))
     sums = numbers(Float32, c.warps * c.rows * c.height)
     barriers = allocator.allocate_array(Int64, c.warps * c.depth, byte_alignment=8)
-    clear(sums, c.warps * c.rows * c.height, 32 * c.warps)
+    clear(sums, c.warps * c.rows * c.height, 32 * c.warps, -1)
     init_barriers(barriers, c.warps * c.depth, 0, 1)
     return stages, barriers + warp * c.depth, table, sums
 
@@ -434,7 +434,7 @@ def _w2(c: Any, codes: Any, scales: Any, hidden: Any, routes: tuple, weights: An
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))
     _stream_w2(c, codes, scales, hidden, table, entries, stages, barriers, own)
     cute.arch.sync_threads()
-    write_sums(c, sums, out)
+    write_sums(c, sums, out, -1)
 
 
 @cute.kernel
