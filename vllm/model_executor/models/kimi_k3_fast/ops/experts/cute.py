@@ -58,12 +58,13 @@ def _store_f32(address: Any, value: Any, predicate: Any) -> None:
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value], predicate=predicate)
 
 
-def _operand(token: Any, zeros: Any) -> tuple[Any, Any]:
-    """(address, bytes from round to round) of this lane's part in the token operand: its group of the token's row, or zeros."""
+def _operand(token_a: Any, token_b: Any, zeros: Any) -> tuple[Any, Any]:
+    """(address, bytes from round to round) of this lane's part in the token operand: its group of a token row, or zeros."""
     lane = cute.arch.lane_idx()
     column, quad = lane // 4, lane % 4
     own = column % 4 == quad
-    return Int32(select_(own, token + quad * (2 * GROUP), zeros)), Int32(select_(own, Int32(2 * ROUND), Int32(0)))
+    token = Int32(select_(column < 4, token_a, token_b)) + quad * (2 * GROUP)
+    return Int32(select_(own, token, zeros)), Int32(select_(own, Int32(2 * ROUND), Int32(0)))
 
 
 def _read_codes(found: Any, rows: tuple, turn: Any) -> None:
@@ -186,7 +187,7 @@ def _fetch_w13(c: cutlass.Constexpr, codes: Any, scales: Any, ids: Any, stages: 
     for base in range(first, last, 32):
         entry = cutlass.min(base + lane, last - 1) // tiles
         expert = Int32(_expert(c, ids, entry))  # of 32 items at once, so that the next one never waits for its own
-        for index in range(cutlass.min(32, last - base)):
+        for index in cutlass.range(cutlass.min(32, last - base), unroll=1):
             row = cute.arch.shuffle_sync(expert, index) * (2 * c.width) + (base + index) % tiles * 8 + half * c.width
             place = step % c.stages
             stage, full = stages + place * layout.stage, barriers + place
@@ -218,7 +219,12 @@ def _finish_w13(c: cutlass.Constexpr, sums: Any, hidden: Any, tile: Any, entry: 
 def _consume_w13(
     c: cutlass.Constexpr, z: Any, hidden: Any, stages: Any, barriers: Any, memory: Any, zeros: Any, first: Any, last: Any
 ):
-    """A multiplying warp: its part of the columns of every tile that is its team's turn."""
+    """A multiplying warp: its part of the columns of every tile that is its team's turn.
+
+    An entry is written as a span of pairs, and its tokens two at a time, though a pair is one of each: written with no more than
+    a pair needs, ptxas keeps the round to 55 registers instead of 96 and reads the scales behind the products. This is the form
+    that was measured.
+    """
     layout = _layout_w13(c)
     tiles = cutlass.const_expr(c.width // 8)
     rounds = cutlass.const_expr(c.hidden // ROUND // c.split)
@@ -233,32 +239,43 @@ def _consume_w13(
     code_place = row % 2 * layout.up + row // 2 * layout.row + part * (rounds * (ROUND // 2)) + quad * 16
     scale_place = layout.scales + row % 2 * (layout.up_scales - layout.scales) + row // 2 * layout.scale_row
     scale_place = scale_place + part * (rounds * 4) + quad % 2 * 2
-    operand = _operand(tokens.toint() + part * (rounds * (2 * ROUND)), zeros)
     acc = cute.make_rmem_tensor(2, Float32)
-    loaded, products = Int32(-1), Int32(0)
-    for item in range(first + team, last, c.teams):
-        entry, step = item // tiles, item - first
-        token = entry // c.top_k
-        if token != loaded:
-            _load_part(c, token, z, tokens, factors, part)
-            loaded = token
-        place = step % c.stages
-        cute.arch.mbarrier_wait(barriers + place, step // c.stages & 1)
-        stage = (stages + place * layout.stage).toint()
-        code, scale = stage + code_place, stage + scale_place
-        rows = ((code, code + 4 * layout.row, scale, scale + 4 * layout.scale_row),)
-        _multiply(acc, rows, operand, rounds * 4, zeros, 1, 2)
-        undo = read_word(factors + part * 4).bitcast(Float32)
-        half = sums + products % 2 * (c.split * 64)
-        target = half.toint() + (part * 64 + row * 4)
-        _store_f32(target, acc[0] * undo, quad == 0)
-        _store_f32(target + 32, acc[1] * undo, quad == 0)
-        cute.arch.barrier(barrier_id=1 + team, number_of_threads=32 * c.split)
-        if part == products % c.split:
-            _finish_w13(c, half, hidden, item % tiles, entry)
-        products += 1
-        if (part == 0) & (lane == 0):  # behind the team's barrier: all its warps have read the stage
-            cute.arch.mbarrier_arrive(barriers + c.stages + place)
+    step, loaded, known, products = Int32(0), Int32(-1), Int32(-1), Int32(0)
+    start, end = Int32(0), Int32(1)
+    for item in range(first, last):
+        entry = item // tiles
+        if entry != known:
+            start, end = entry, entry + 1
+            known = entry
+        for begin in range(start, end):
+            if step % c.teams == team:
+                if begin != loaded:
+                    _load_part(c, begin // c.top_k, z, tokens, factors, part)
+                    loaded = begin
+                place = step % c.stages
+                cute.arch.mbarrier_wait(barriers + place, step // c.stages & 1)
+                stage = (stages + place * layout.stage).toint()
+                code, scale = stage + code_place, stage + scale_place
+                rows = ((code, code + 4 * layout.row, scale, scale + 4 * layout.scale_row),)
+                count = cutlass.min(end - begin, 1)
+                for member in range(0, count, 2):
+                    other = cutlass.min(member + 1, count - 1)
+                    own = tokens.toint() + part * (rounds * (2 * ROUND))
+                    operand = _operand(own + member * layout.token, own + other * layout.token, zeros)
+                    _multiply(acc, rows, operand, rounds * 4, zeros, 1, 2)
+                    of = Int32(select_(quad < 2, member, other))
+                    undo = read_word(factors + (of * c.split + part) * 4).bitcast(Float32)
+                    half = sums + products % 2 * (c.split * 64)
+                    target = half.toint() + (part * 64 + row * 4)
+                    _store_f32(target, acc[0] * undo, quad == 0)
+                    _store_f32(target + 32, acc[1] * undo, quad == 0)
+                    cute.arch.barrier(barrier_id=1 + team, number_of_threads=32 * c.split)
+                    if part == products % c.split:
+                        _finish_w13(c, half, hidden, item % tiles, begin)
+                    products += 1
+                if (part == 0) & (lane == 0):  # behind the team's barrier: all its warps have read the stage
+                    cute.arch.mbarrier_arrive(barriers + c.stages + place)
+            step += 1
 
 
 @cute.jit
@@ -407,7 +424,7 @@ def _stream_w2(
         cute.arch.mbarrier_wait(barriers + place, step // c.depth & 1)
         offset = (experts[entry] * c.hidden + block * c.height) * layout.scale_row % 16
         rows = _rows_w2(c, offset, stage.toint())
-        operand = _operand(stage.toint() + layout.token, zeros)
+        operand = _operand(stage.toint() + layout.token, stage.toint() + layout.token, zeros)
         _multiply(acc, rows, operand, c.width // GROUP, zeros, tiles, 2 if tiles == 1 else 1)
         _add(c, acc, factors[entry], entry // c.top_k, sums)
         cute.arch.sync_warp()  # every lane has read the stage
