@@ -198,19 +198,12 @@ def _trap(warp: Warp, mask: Array) -> None:
 
 
 def run(
-    spec: KernelSpec,
-    tensors: dict[str, Any],
-    grid: tuple[int, ...],
-    arch: str = "sm_90a",
-    seed: int = 0,
-    together: bool = False,
-    cluster: int = 1,
+    spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0, cluster: int = 1
 ) -> None:
-    """As `ptx_machine.run`; `together`: all blocks at once, for a kernel whose blocks wait for each other."""
+    """As `ptx_machine.run`."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
     launch, order = BulkLaunch(spec, arch, tensors, grid, cluster, memory), random.Random(seed)
     launch.chance = order
-    clusters = list(launch.clusters())
-    for some in [clusters] if together else [[cluster] for cluster in clusters]:
-        _run_together(some, order)
+    for one in launch.clusters():
+        _run_together([one], order)
     memory.give_back()
