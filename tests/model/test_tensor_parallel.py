@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 PROMPT = [7 + 5 * i % 250 for i in range(40)]
@@ -44,6 +45,7 @@ def rank_main(rank: int, folder: str, results: Any) -> None:
         results.put((rank, traceback.format_exc()))
 
 
+@pytest.mark.soak  # the engine's two ranks are held to the same reference, token by token, in tests/engine/test_tokens.py
 def test_two_ranks_give_the_reference(tmp_path: Path) -> None:
     from reference import Reference
 
