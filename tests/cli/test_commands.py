@@ -70,22 +70,32 @@ def test_another_release_registers_nothing(monkeypatch) -> None:
         kimi_k3_fast.register()
 
 
-@pytest.mark.parametrize(("mode", "refused"), [("require", True), ("auto", False), ("off", False)])
-def test_require_does_not_start_where_no_model_of_the_fork_is(monkeypatch, mode, refused) -> None:
+def engine_on(monkeypatch, platform: str, mode: str, v2: bool = True) -> bool:
+    """Whether the guard follows an engine of this platform and mode."""
     from types import SimpleNamespace
 
     import vllm.platforms
     from vllm.model_executor.models import kimi_k3_fast
 
-    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
-    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    found = SimpleNamespace(is_cpu=lambda: platform == "cpu", is_cuda=lambda: platform == "cuda", device_type=platform)
+    monkeypatch.setattr(vllm.platforms, "current_platform", found)
     model = SimpleNamespace(architecture="KimiK3ForConditionalGeneration")
-    config = SimpleNamespace(model_config=model, additional_config={"kimi_k3_fast": {"mode": mode}})
-    if refused:
-        with pytest.raises(RuntimeError, match="expected a CPU, where the fast path serves, found cuda"):
-            kimi_k3_fast._watches(config)
-    else:
-        assert kimi_k3_fast._watches(config) is (mode == "auto")
+    settings = {"kimi_k3_fast": {"mode": mode}}
+    return kimi_k3_fast._watches(SimpleNamespace(model_config=model, additional_config=settings, use_v2_model_runner=v2))
+
+
+def test_require_does_not_start_where_the_fork_has_no_model(monkeypatch) -> None:
+    with pytest.raises(RuntimeError, match="expected a CPU or a CUDA device, where the fork has a model, found rocm"):
+        engine_on(monkeypatch, "rocm", "require")
+    assert not engine_on(monkeypatch, "rocm", "auto")
+
+
+@pytest.mark.parametrize(
+    ("platform", "mode", "v2", "followed"),
+    [("cuda", "require", True, True), ("cuda", "auto", False, False), ("cuda", "off", True, False), ("cpu", "auto", False, True)],
+)
+def test_the_guard_follows_engines_whose_steps_it_can_see(monkeypatch, platform, mode, v2, followed) -> None:
+    assert engine_on(monkeypatch, platform, mode, v2) is followed
 
 
 def test_serve_refuses_another_release(monkeypatch) -> None:

@@ -34,7 +34,10 @@ def register() -> None:
 
 
 def _watches(vllm_config: Any) -> bool:
-    """Whether the guard follows this engine: it serves a model of the family, and the fork is on, where its steps can be seen."""
+    """Whether the guard follows this engine: it serves a model of the family, and the fork is on, where its steps can be seen.
+
+    Raises RuntimeError for mode `require` on a platform for which the fork registers no model: no fast step could ever come.
+    """
     from vllm.platforms import current_platform
 
     from . import settings
@@ -42,9 +45,13 @@ def _watches(vllm_config: Any) -> bool:
 
     if vllm_config.model_config.architecture not in K3_ARCHITECTURES:
         return False
-    if settings.load(vllm_config.additional_config).mode == "off":
-        return False
-    return current_platform.is_cpu() or (current_platform.is_cuda() and vllm_config.use_v2_model_runner)
+    mode, served = settings.load(vllm_config.additional_config).mode, current_platform.is_cpu() or current_platform.is_cuda()
+    if mode == "require" and not served:
+        raise RuntimeError(
+            "mode is 'require': expected a CPU or a CUDA device, where the fork has a model, found "
+            f"{current_platform.device_type}. Set mode to 'auto' to let vLLM's own model answer; docs/support.md says what has been run where."
+        )
+    return mode != "off" and served and (current_platform.is_cpu() or vllm_config.use_v2_model_runner)
 
 
 def _register_cpu() -> None:
