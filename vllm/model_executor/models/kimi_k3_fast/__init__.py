@@ -49,7 +49,8 @@ def _watches(vllm_config: Any) -> bool:
     if mode == "require" and not served:
         raise RuntimeError(
             "mode is 'require': expected a CPU or a CUDA device, where the fork has a model, found "
-            f"{current_platform.device_type}. Set mode to 'auto' to let vLLM's own model answer; docs/support.md says what has been run where."
+            f"{current_platform.device_type}. Set mode to 'auto' to let vLLM's own model answer; "
+            "docs/support.md says what has been run where."
         )
     return mode != "off" and served and (current_platform.is_cpu() or vllm_config.use_v2_model_runner)
 
