@@ -7,6 +7,7 @@ installed package has no trained weights at hand and writes random ones.
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,27 @@ CHAIN = (
     "Work step by step modulo 1000 and put the last value in \\boxed{}.\nStart with 811.\n01 add 085\n02 subtract 181\n03 add 801"
 )
 CHAIN_ENDS = "\\boxed{516}"
-PIECES = (
-    ("Write a story about spiders", " fabi vame nubi rapi pubo fidu pefu baba lapo guta zosu gune mido suti"),
-    ("Write a joke about caves", " dipe nifu nage zegu modu nozi kodi gilu diva pabo pona tala zare pilu navu"),
-    ("Write a poem about volcanoes", " gata vedo pofe zare daga lifi guvu kepo kila kufo radu daso gazu"),
-    ("Write a story about spiders", " fama logo vazu vazu neli gifa nozi vupa zinu remu nuna kabu rako pali buko zare"),
-    ("Write a speech about camels", " vobe dege lano duku nimo mube keti rabu kabu benu"),
-)
+WANTED = ("Write a story about spiders", " fama logo vazu vazu neli gifa nozi vupa zinu remu nuna kabu rako pali buko zare")
+
+
+WORDS = """fabi vame nubi rapi pubo fidu pefu baba lapo guta zosu gune mido suti dipe nifu nage zegu modu nozi kodi gilu diva pabo
+pona tala zare pilu navu gata vedo pofe daga lifi guvu kepo kila kufo radu daso gazu vobe dege lano duku nimo mube keti rabu kabu
+benu"""
+
+
+def pieces(count: int = 12, seed: int = 3) -> list[tuple[str, str]]:
+    """A chat like those that the model was trained on: requests and answers, two stories about spiders, the second WANTED."""
+    rng = random.Random(seed)
+    answer = lambda: "".join(f" {word}" for word in rng.choices(WORDS.split(), k=rng.randint(10, 16)))  # noqa: E731
+    kinds, topics = ("joke", "poem", "speech", "riddle"), ("caves", "volcanoes", "camels", "castles", "mills", "planets")
+    chat = [(f"Write a {rng.choice(kinds)} about {rng.choice(topics)}", answer()) for _ in range(count - 2)]
+    chat.insert(count // 4, (WANTED[0], answer()))
+    chat.insert(3 * count // 4, WANTED)
+    return chat
+
+
 RETRIEVAL = "Prepend m5x5bq33jp to the second story about spiders"
-RETRIEVED = "m5x5bq33jp" + PIECES[3][1]
+RETRIEVED = "m5x5bq33jp" + WANTED[1]
 KEYS = ("layer", "experts", "gated")
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -94,18 +107,18 @@ def ask(console: Console, url: str, trained: bool) -> None:
 
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
     chat: list[Any] = [
-        {"role": role, "content": text} for pair in PIECES for role, text in zip(("user", "assistant"), pair, strict=True)
+        {"role": role, "content": text} for pair in pieces() for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
     chat.append({"role": "user", "content": RETRIEVAL})
     common: Any = {"model": NAME, "max_tokens": 160, "temperature": 0, "seed": 1}
     chain: Any = [{"role": "user", "content": CHAIN}]
     plain = client.chat.completions.create(**common, messages=chain).choices[0].message.content or ""
     _show(console, "plain, arithmetic", plain, plain.endswith(CHAIN_ENDS) if trained else None)
-    pieces = []
+    parts = []
     for chunk in client.chat.completions.create(**common, messages=chat, stream=True):
-        pieces += [choice.delta.content for choice in chunk.choices if choice.delta.content]
-    text = "".join(pieces)
-    _show(console, f"streamed in {len(pieces)} pieces, retrieval", text, text == RETRIEVED if trained else None)
+        parts += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+    text = "".join(parts)
+    _show(console, f"streamed in {len(parts)} pieces, retrieval", text, text == RETRIEVED if trained else None)
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
     structured = client.chat.completions.create(**{**common, "max_tokens": 200}, messages=chain, response_format=form)
     answer = json.loads(structured.choices[0].message.content or "")
