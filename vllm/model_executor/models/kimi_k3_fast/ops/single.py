@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..reasons import Refusal
 from .build import Compiled, KernelSpec, get
@@ -31,6 +31,15 @@ def make(config: Any, arch: str, refusal: Refusal | None, spec: Callable[[Any], 
     return Plan(config, arch, spec(config))
 
 
-def compiled(plan: Plan) -> Compiled:
+class Planned(Protocol):
+    """What a plan of one kernel has, whatever else it knows."""
+
+    @property
+    def arch(self) -> str: ...
+    @property
+    def spec(self) -> KernelSpec: ...
+
+
+def compiled(plan: Planned) -> Compiled:
     """The callable kernel of a plan: loads or compiles it. Once, before capture."""
     return get(plan.spec, plan.arch)

@@ -18,7 +18,10 @@ import torch
 
 from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, MAILBOX, OUTPUT, SCALAR, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
+from .. import posted
+from ..build import ACTIVATION, ARCHS, OUTPUT, KernelSpec, Param
+from ..posted import Plan
+from ..single import compiled
 
 SMS = 132  # blocks that surely run at once, as they wait for their counterparts
 CHUNK = 32  # neighbouring words that have one owner: what a warp sends together
@@ -79,16 +82,6 @@ class Config:
         return (self.share if second else 0) + pair // (CHUNK * self.world) * CHUNK + pair % CHUNK
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What will run: one kernel, and the mailbox words it needs."""
-
-    config: Config
-    arch: str
-    spec: KernelSpec
-    words: int
-
-
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
@@ -110,11 +103,7 @@ def spec(config: Config) -> KernelSpec:
     params = (
         Param("x", "bf16", shape, ACTIVATION),
         Param("out", "bf16", shape, OUTPUT),
-        Param("peers", "i64", (config.world,), STATIC, points_to=MAILBOX),
-        Param("box", "i32", (Sym("box"),), MAILBOX),
-        Param("epoch", "i32", (2,), STATE, align=8),
-        Param("rank", "i32", (), SCALAR),
-        Param("words", "i32", (), SCALAR),
+        *posted.params(config.world),
     )
     name = "bf16_all_reduce_two_shot" if config.two_shot else "bf16_all_reduce_one_shot"
     return KernelSpec(name, "all_reduce", config, f"{__name__}.cute:bf16_all_reduce", params)
@@ -122,15 +111,7 @@ def spec(config: Config) -> KernelSpec:
 
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    refusal = unavailable_reason(config, arch)
-    if refusal:
-        raise ValueError(str(refusal))
-    return Plan(config, arch, spec(config), config.words)
-
-
-def compiled(plan: Plan) -> Compiled:
-    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
-    return get(plan.spec, plan.arch)
+    return Plan.make(config, arch, unavailable_reason(config, arch), spec)
 
 
 def run(plan: Plan, x: torch.Tensor, out: torch.Tensor, mailbox: Box, stream: int | None = None) -> None:
@@ -138,11 +119,7 @@ def run(plan: Plan, x: torch.Tensor, out: torch.Tensor, mailbox: Box, stream: in
 
     Raises ValueError where the mailbox does not fit the plan.
     """
-    if mailbox.layout.world != plan.config.world or mailbox.layout.words < plan.words:
-        expected = f"a mailbox of {plan.config.world} ranks and {plan.words} words"
-        raise ValueError(f"all_reduce: expected {expected}, found {mailbox.layout}.")
-    post = (mailbox.addresses, mailbox.memory, mailbox.epoch, mailbox.rank, mailbox.layout.words)
-    compiled(plan)(x, out, *post, stream=stream)
+    compiled(plan)(x, out, *posted.arguments(plan, mailbox), stream=stream)
 
 
 def specs() -> list[KernelSpec]:

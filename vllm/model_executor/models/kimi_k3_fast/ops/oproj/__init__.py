@@ -24,8 +24,9 @@ import torch
 
 from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from .. import measured
-from ..build import ACTIVATION, ARCHS, MAILBOX, SCALAR, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
+from .. import measured, posted
+from ..build import ACTIVATION, ARCHS, STATE, STATIC, KernelSpec, Param
+from ..single import compiled
 from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
 SMS = 132  # blocks that surely run at once
@@ -82,14 +83,8 @@ class Config:
         return 0 if self.world == 1 else self.group_words * self.shape.tactic.groups * (2 if self.two_shot else 1)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What will run: one kernel, and the mailbox words it needs."""
-
-    config: Config
-    arch: str
-    spec: KernelSpec
-    words: int
+class Plan(posted.Plan):
+    """One kernel; with one rank no mailbox."""
 
     def __str__(self) -> str:
         c = self.config
@@ -121,32 +116,22 @@ def spec(config: Config) -> KernelSpec:
     )
     if config.world == 1:
         return KernelSpec("bf16_oproj", "oproj", config, f"{__name__}.cute:bf16_oproj", params)
-    params += (
-        Param("peers", "i64", (config.world,), STATIC, points_to=MAILBOX),
-        Param("box", "i32", (Sym("box"),), MAILBOX),
-        Param("epoch", "i32", (2,), STATE, align=8),
-        Param("rank", "i32", (), SCALAR),
-        Param("words", "i32", (), SCALAR),
-    )
     name = "bf16_oproj_two_shot" if config.two_shot else "bf16_oproj_one_shot"
-    return KernelSpec(name, "oproj", config, f"{__name__}.cute:bf16_oproj_reduced", params)
+    return KernelSpec(name, "oproj", config, f"{__name__}.cute:bf16_oproj_reduced", (*params, *posted.params(config.world)))
 
 
-def plan(config: Config, arch: str) -> Plan:
+def plan(config: Config, arch: str) -> posted.Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    refusal = unavailable_reason(config, arch)
-    if refusal:
-        raise ValueError(str(refusal))
-    return Plan(config, arch, spec(config), config.words)
-
-
-def compiled(plan: Plan) -> Compiled:
-    """The callable kernel of a plan: loads or compiles it. Once, before capture."""
-    return get(plan.spec, plan.arch)
+    return Plan.make(config, arch, unavailable_reason(config, arch), spec)
 
 
 def run(
-    plan: Plan, y: torch.Tensor, weight: torch.Tensor, prefix: torch.Tensor, mailbox: Box | None = None, stream: int | None = None
+    plan: posted.Plan,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    prefix: torch.Tensor,
+    mailbox: Box | None = None,
+    stream: int | None = None,
 ) -> None:
     """y [tokens, columns] bf16, weight [rows, columns] bf16; prefix [tokens, rows] bf16 is updated in place, alike on all ranks.
 
@@ -155,11 +140,7 @@ def run(
     if plan.config.world == 1:
         compiled(plan)(weight, y, prefix, stream=stream)
         return
-    if mailbox is None or mailbox.layout.world != plan.config.world or mailbox.layout.words < plan.words:
-        found = mailbox.layout if mailbox else None
-        raise ValueError(f"oproj: expected a mailbox of {plan.config.world} ranks and {plan.words} words, found {found}.")
-    post = (mailbox.addresses, mailbox.memory, mailbox.epoch, mailbox.rank, mailbox.layout.words)
-    compiled(plan)(weight, y, prefix, *post, stream=stream)
+    compiled(plan)(weight, y, prefix, *posted.arguments(plan, mailbox), stream=stream)
 
 
 def specs() -> list[KernelSpec]:

@@ -1,0 +1,48 @@
+"""Ops that sum over the ranks of a host through mailboxes: the parameters that a mailbox fills, and the check that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..comm import Box
+from ..reasons import Refusal
+from .build import MAILBOX, SCALAR, STATE, STATIC, KernelSpec, Param, Sym
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: one kernel, and the mailbox words it needs. `config` has `world` and `words`."""
+
+    config: Any
+    arch: str
+    spec: KernelSpec
+    words: int
+
+    @classmethod
+    def make(cls, config: Any, arch: str, refusal: Refusal | None, spec: Callable[[Any], KernelSpec]) -> Plan:
+        """Raises ValueError where there is a refusal."""
+        if refusal:
+            raise ValueError(str(refusal))
+        return cls(config, arch, spec(config), config.words)
+
+
+def params(world: int) -> tuple[Param, ...]:
+    """A kernel's last parameters: what `arguments` gives."""
+    return (
+        Param("peers", "i64", (world,), STATIC, points_to=MAILBOX),
+        Param("box", "i32", (Sym("box"),), MAILBOX),
+        Param("epoch", "i32", (2,), STATE, align=8),
+        Param("rank", "i32", (), SCALAR),
+        Param("words", "i32", (), SCALAR),
+    )
+
+
+def arguments(plan: Plan, mailbox: Box | None) -> tuple[Any, ...]:
+    """The mailbox as the kernel takes it. Raises ValueError where it does not fit the plan."""
+    if mailbox is None or mailbox.layout.world != plan.config.world or mailbox.layout.words < plan.words:
+        found = mailbox.layout if mailbox else None
+        expected = f"a mailbox of {plan.config.world} ranks and {plan.words} words"
+        raise ValueError(f"{plan.spec.op}: expected {expected}, found {found}.")
+    return mailbox.addresses, mailbox.memory, mailbox.epoch, mailbox.rank, mailbox.layout.words
