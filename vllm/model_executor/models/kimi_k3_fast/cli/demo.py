@@ -32,14 +32,14 @@ pona tala zare pilu navu gata vedo pofe daga lifi guvu kepo kila kufo radu daso 
 benu"""
 
 
-def pieces(count: int = 12, seed: int = 3) -> list[tuple[str, str]]:
+def pieces() -> list[tuple[str, str]]:
     """A chat like those that the model was trained on: requests and answers, two stories about spiders, the second WANTED."""
-    rng = random.Random(seed)
+    rng = random.Random(3)
     answer = lambda: "".join(f" {word}" for word in rng.choices(WORDS.split(), k=rng.randint(10, 16)))  # noqa: E731
     kinds, topics = ("joke", "poem", "speech", "riddle"), ("caves", "volcanoes", "camels", "castles", "mills", "planets")
-    chat = [(f"Write a {rng.choice(kinds)} about {rng.choice(topics)}", answer()) for _ in range(count - 2)]
-    chat.insert(count // 4, (WANTED[0], answer()))
-    chat.insert(3 * count // 4, WANTED)
+    chat = [(f"Write a {rng.choice(kinds)} about {rng.choice(topics)}", answer()) for _ in range(10)]
+    chat.insert(3, (WANTED[0], answer()))
+    chat.insert(9, WANTED)
     return chat
 
 
