@@ -19,6 +19,19 @@ GROUP = 32  # columns that share a scale
 ROUND = 4 * GROUP  # columns that a warp multiplies at a time: a group for each lane of a row
 
 
+ROW_UNIT, COLUMN_UNIT = 256, 128  # stock pads packed weights to multiples of these
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a packed matrix."""
+    return align(rows, ROW_UNIT)
+
+
+def padded_columns(columns: int) -> int:
+    """Columns of a packed matrix."""
+    return align(columns, COLUMN_UNIT)
+
+
 def align(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 

@@ -14,18 +14,31 @@ import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 GROUP = 32
+RAW, HUMMING = "raw", "humming"  # the checkpoint's layout, and stock's on Hopper: see `humming`
 
 
 @dataclass(frozen=True)
 class Weights:
     """One layer's local experts, uint8: w13 [E, 2*I, L/2], gate rows first; s13 [E, 2*I, L/32]; w2 [E, L, I/2]; s2 [E, L,
-    I/32].
+    I/32]. In the layout `humming`: w13 [E, L/16, 4*I] and w2 [E, I/16, 2*L] int32; s13 [E, L/32, 2*I] and s2 [E, I/32, L] uint8,
+    padded, so that I is told by `inner`.
     """
 
     w13: torch.Tensor
     s13: torch.Tensor
     w2: torch.Tensor
     s2: torch.Tensor
+    layout: str = RAW
+    inner: int = 0
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return self.inner or self.w13.shape[1] // 2
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.w13, self.s13, self.w2, self.s2))
 
 
 @functools.cache

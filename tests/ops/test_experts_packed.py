@@ -1,0 +1,100 @@
+"""MXFP4 experts in stock's packed layout: its description against single indices and stock's own bytes, and the kernels on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_experts import make_weights
+
+from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
+from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import GROUP, Weights
+
+TENSORS = ("w13", "s13", "w2", "s2")
+
+
+def test_a_nibble_lies_where_the_description_says() -> None:
+    codes = torch.randint(0, 256, (2, 128, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = humming.pack_codes(codes)
+    assert packed.shape == (2, 6, 256) and packed.dtype == torch.int32
+    for row in range(128):
+        for column in range(96):
+            q, odd, upper = column % 8 // 2, column % 2, column % 16 // 8
+            word = row // 64 * 128 + 16 * (row % 8) + 4 * q + row % 64 // 16
+            nibble = 4 * odd + 2 * (row % 16 // 8) + upper
+            found = packed[:, column // 16, word] >> 4 * nibble & 15
+            wanted = codes[:, row, column // 2] >> 4 * odd & 15
+            assert torch.equal(found, wanted.int()), (row, column)
+
+
+def test_the_scales_of_a_lanes_rows_lie_in_line() -> None:
+    scales = torch.randint(0, 255, (2, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = humming.pack_scales(scales)
+    for row in range(128):
+        assert torch.equal(packed[:, :, row // 64 * 64 + row % 8 * 8 + row % 64 // 8], scales[:, row])
+
+
+@pytest.mark.parametrize("width", [64, 128, 192])
+def test_unpacking_undoes_packing_and_its_padding(width: int) -> None:
+    raw = make_weights(op.Config(tokens=1, hidden=256, width=width, experts=3, top_k=1))
+    packed = humming.pack(raw)
+    rows, columns = -(-2 * width // 256) * 256, -(-width // 128) * 128
+    assert packed.w13.shape == (3, 16, 2 * rows) and packed.s13.shape == (3, 8, rows)
+    assert packed.w2.shape == (3, columns // 16, 512) and packed.s2.shape == (3, columns // GROUP, 256)
+    assert packed.width == width
+    back = humming.unpack(packed)
+    assert all(torch.equal(getattr(back, name), getattr(raw, name)) for name in TENSORS)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------------------
+
+
+def packed_by_stock(config: op.Config, raw: Weights) -> Weights:
+    """What stock's MXFP4 method makes of a layer's experts on this device. Skips where it does not choose Humming."""
+    pytest.importorskip("humming")
+    method_of = pytest.importorskip("vllm.model_executor.layers.quantization.mxfp4").Mxfp4MoEMethod
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import config as moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    count, layer = config.experts, torch.nn.Module()
+    sizes = dict.fromkeys(("num_experts", "num_local_experts", "num_logical_experts"), count)
+    with set_current_vllm_config(VllmConfig()):
+        layer.moe_config = moe.FusedMoEConfig(
+            **sizes,
+            hidden_dim=config.hidden,
+            intermediate_size=config.width,
+            experts_per_token=config.top_k,
+            activation=MoEActivation.SITU,
+            activation_situ_beta=config.beta,
+            activation_situ_linear_beta=config.linear_beta,
+            routing_method=moe.RoutingMethodType.Unspecified,
+            moe_parallel_config=moe.FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.bfloat16,
+            device="cuda",
+        )
+        method = method_of(layer.moe_config)
+        if method.mxfp4_backend.name != "HUMMING":
+            pytest.skip(f"stock chooses {method.mxfp4_backend.name} here")
+        layer.layer_name = "experts"
+        with torch.device("cuda"):
+            method.create_weights(layer, count, config.hidden, config.width, torch.bfloat16, weight_loader=None)
+        names = {"w13_weight": raw.w13, "w13_weight_scale": raw.s13, "w2_weight": raw.w2, "w2_weight_scale": raw.s2}
+        for name, tensor in names.items():
+            getattr(layer, name).data.copy_(tensor)
+        method._build_moe_kernel = lambda layer: None  # only the weights are wanted
+        method.process_weights_after_loading(layer)
+    made = (getattr(layer, name).data for name in names)
+    return Weights(*(t if t.dtype == torch.int32 else t.view(torch.uint8) for t in made), inner=config.width)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [384, 192])
+def test_gpu_stocks_own_weights_are_what_the_description_packs(width: int) -> None:
+    config = op.Config(tokens=1, width=width, experts=3, top_k=2)
+    raw = make_weights(config, "cuda", scales=(0, 255))
+    stocks, ours = packed_by_stock(config, raw), humming.pack(raw)
+    for name in TENSORS:
+        theirs, mine = getattr(stocks, name), getattr(ours, name)
+        assert theirs.shape == mine.shape and theirs.dtype == mine.dtype, (name, theirs.shape, theirs.dtype)
+        assert torch.equal(theirs, mine), f"{name}: {float((theirs != mine).float().mean()):.3f} of the elements differ"
