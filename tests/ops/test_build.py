@@ -11,7 +11,7 @@ import pytest
 import torch
 from scale_kernel import Config, spec
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import build, projection
 
 
 def test_an_artefact_is_compiled_once_and_then_loaded(
@@ -64,6 +64,19 @@ def test_the_hash_covers_the_modules_an_entry_imports() -> None:
     sources = {path.name for path in build._sources(spec().source(), spec().module)}
     assert {"scale_kernel.py", "order.py"} <= sources
     assert "build.py" not in sources, "a change of the build itself shall not throw away every artefact"
+
+
+def test_the_hash_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources are a set, whose order changes from process to process, and two are called skinny.py."""
+    of = build._source_digest.__wrapped__
+    kernel = projection.specs()[0]
+    files = sorted(build._sources(kernel.source(), kernel.module))
+    assert len({file.name for file in files}) < len(files)
+    digests = set()
+    for order in (files, files[::-1]):
+        monkeypatch.setattr(build, "_sources", lambda path, module, order=order: order)
+        digests.add(of(kernel.source(), kernel.module))
+    assert len(digests) == 1
 
 
 def test_a_missing_artefact_inside_a_capture_raises(fresh_store: build.Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,8 +206,10 @@ def _sources(path: Path, module: str) -> frozenset[Path]:
 @functools.cache
 def _source_digest(path: Path, module: str) -> str:
     digest = hashlib.sha256()
-    for source in sorted(_sources(path, module), key=lambda p: p.name):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    room = Path(__file__).parent
+    named = {str(s.relative_to(room) if s.is_relative_to(room) else s.name): s for s in _sources(path, module)}
+    for name in sorted(named):  # by place in the room: two files are called skinny.py, and a set has no order
+        digest.update(name.encode() + b"\0" + named[name].read_bytes())
     return digest.hexdigest()
 
 
