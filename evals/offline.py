@@ -1,11 +1,14 @@
 """The gate on a machine that lm-eval is not on: the questions go there in a file, and the answers come back in one.
 
     python evals/offline.py ask QUESTIONS                          # here: lm-eval writes down what it would ask, wave by wave
-    python evals/offline.py answer CHECKPOINT QUESTIONS ANSWERS    # there: both servers in turn; the standard library and vLLM
+    python evals/offline.py answer CHECKPOINT QUESTIONS ANSWERS    # there: both servers; the standard library and vLLM
     python evals/offline.py judge ANSWERS                          # here: the same gate, on the recorded answers
 
 `ask` and `judge` run the gate itself against a local server: one that only takes notes, and one that plays a record back. So
 tasks, scores and verdict are those of `make eval`, and so is the guard's report, taken before and after on the far machine.
+
+On a GPU both servers start together, since starting is most of the time, and are asked one after the other. Options of `vllm
+serve` go behind `--` and win over those below: `answer CHECKPOINT QUESTIONS ANSWERS -- --kv-cache-memory-bytes 2000000000`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -21,14 +25,29 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 MODEL = "k3-tiny"
 CHAT = "/v1/chat/completions"
+GPU = Path("/dev/nvidiactl")
+# Room for two servers of a small model on one card; a cache of given size is not measured for, and the share is only checked.
+ON_GPU = (
+    "--dtype",
+    "bfloat16",
+    "--kv-cache-memory-bytes",
+    str(4 << 30),
+    "--gpu-memory-utilization",
+    "0.05",
+    "--compilation-config",
+    '{"cudagraph_capture_sizes": [1, 2, 4, 8], "cudagraph_mode": "FULL_AND_PIECEWISE"}',
+)
+FORK = "vllm.model_executor.models.kimi_k3_fast:register"
 GOT = {"models": "/v1/models", "report": "/k3fast/report", "metrics": "/metrics"}  # what the gate reads before and after
 
 
@@ -167,21 +186,53 @@ def answer(url: str, waves: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {**took, "answers": answers, "after": {name: fetch(url + route) for name, route in GOT.items()}}
 
 
-def answer_both(checkpoint: Path, questions: Path, folder: Path, settings: dict[str, Any], more: list[str]) -> None:
-    """Both arms on this machine: mode off, then the fast path. Raises ServerFailed."""
+def plugin(folder: Path) -> dict[str, str]:
+    """The environment in which vLLM finds the fork where it was put into vLLM's folder without being installed."""
+    if any(point.name == "kimi_k3_fast" for point in entry_points(group="vllm.general_plugins")):
+        return {}
+    info = folder / "kimi_k3_fast-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kimi-k3-fast\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nkimi_k3_fast = {FORK}\n")
+    return {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])}
+
+
+def answer_both(checkpoint: Path, questions: Path, folder: Path, settings: Mapping[str, Any] | None, more: list[str]) -> bool:
+    """Both arms on this machine: mode off, then the fast path. settings: of the fork in the fast arm; None for what suits the
+    machine. Whether every answer came. Raises ServerFailed."""
     from two_arms import SERVE, fast_mode
 
     from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 
+    gpu = GPU.exists()
+    if settings is None:
+        settings = {"mode": "require", "allow_unvalidated": True} if gpu else {}
     waves = [json.loads(line) for line in questions.read_text().splitlines()]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **plugin(folder / "plugin")}
+    if find_spec("flashinfer") is None:
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    servers = {}
     for name, mode in (("standard", fast_mode("off")), ("fast", fast_mode("auto", settings))):
-        args = [*SERVE, *mode, *more]
-        began = time.monotonic()
-        with Server(checkpoint, args, log=folder / f"{name}.log") as server:
-            record = answer(server.url, waves)
-        (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
-        bad = sum(found["status"] != 200 for found in record["answers"])
-        print(f"{name}: {len(record['answers'])} answers, {bad} of them errors, in {time.monotonic() - began:.0f} s", flush=True)
+        args = [*SERVE, *(ON_GPU if gpu else ()), *mode, *more]
+        servers[name] = Server(checkpoint, args, log=folder / f"{name}.log", environ=environment)
+    whole = True
+    with contextlib.ExitStack() as running:
+        if gpu:
+            with ThreadPoolExecutor(len(servers)) as pool:
+                for starting in [pool.submit(running.enter_context, server) for server in servers.values()]:
+                    starting.result()
+        for name, server in servers.items():
+            with contextlib.nullcontext() if gpu else server:
+                began = time.monotonic()
+                record = answer(server.url, waves)
+            (folder / f"{name}.json").write_text(json.dumps(record) + "\n")
+            bad = [found for found in record["answers"] if found["status"] != 200]
+            whole = whole and not bad
+            seconds = time.monotonic() - began
+            print(f"{name}: {len(record['answers'])} answers, {len(bad)} of them errors, in {seconds:.0f} s", flush=True)
+            for found in bad[:3]:
+                print(f"  {found['status']}: {str(found['body'])[:300]}", flush=True)
+    return whole
 
 
 def judge(suite: str, folder: Path, require_fast: float, evals: Path | None = None) -> tuple[int, str]:
@@ -203,19 +254,23 @@ def main() -> int:
         for word in words:
             command.add_argument(word, type=Path)
         if name == "answer":
-            command.add_argument("--settings", default="{}", help="of the fast arm, as JSON: '{\"allow_unvalidated\": true}'")
-            command.add_argument("serve", nargs="*", help="further arguments of `vllm serve`, after --")
+            command.add_argument("--settings", help="of the fast arm, as JSON; on a GPU require and allow_unvalidated by default")
         else:
             command.add_argument("--suite", default="tiny")
     commands.choices["judge"].add_argument("--require-fast", type=float, default=0.99)
-    options = parser.parse_args()
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    own, serve = given[:end], given[end + 1 :]  # argparse gives up on options behind -- in a command of several
+    options = parser.parse_args(own)
+    if serve and options.command != "answer":
+        parser.error("expected arguments of `vllm serve`, after --, with `answer` only")
     if options.command == "ask":
         print(f"{ask(options.suite, options.questions)} questions in {options.questions}")
         return 0
     if options.command == "answer":
         options.answers.mkdir(parents=True, exist_ok=True)
-        answer_both(options.checkpoint, options.questions, options.answers, json.loads(options.settings), options.serve)
-        return 0
+        settings = None if options.settings is None else json.loads(options.settings)
+        return 0 if answer_both(options.checkpoint, options.questions, options.answers, settings, serve) else 1
     from vllm.model_executor.models.kimi_k3_fast.evaluation import run
 
     try:

@@ -64,3 +64,41 @@ def test_a_question_that_was_not_asked_is_an_error() -> None:
     playback = offline.Playback({"before": {}, "after": {}, "answers": []})
     assert playback.post({"messages": []})[0] == 500
     assert playback.get("/k3fast/report") == (404, {})
+
+
+def test_both_arms_get_the_machines_options_and_those_behind_the_dashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU both servers run at a time; options of the command line come last, where they win."""
+    started: list[tuple[list[str], int]] = []
+    running: set[int] = set()
+
+    class Server:
+        url = "http://127.0.0.1:9"
+
+        def __init__(self, model: Path, args: list[str], **more: Any) -> None:
+            self.args, self.environ = args, more["environ"]
+
+        def __enter__(self) -> Server:
+            running.add(id(self))
+            started.append((self.args, len(running)))
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            running.discard(id(self))
+
+    (tmp_path / "gpu").touch()
+    (tmp_path / "questions").write_text(json.dumps([{"messages": []}]) + "\n")
+    answered = {"before": {}, "answers": [{"key": "k", "status": 400, "body": "why"}], "after": {}}
+    monkeypatch.setattr("vllm.model_executor.models.kimi_k3_fast.cli.server.Server", Server)
+    monkeypatch.setattr(offline, "answer", lambda url, waves: answered)
+    monkeypatch.setattr(offline, "GPU", tmp_path / "gpu")
+    given = ["answer", "model", str(tmp_path / "questions"), str(tmp_path), "--", "--gpu-memory-utilization", "0.3"]
+    monkeypatch.setattr("sys.argv", ["offline.py", *given])
+    assert offline.main() == 1, "an error among the answers is not success"
+    assert "400: why" in capsys.readouterr().out
+    (one, _), (two, most) = started
+    assert most == 2 and not running
+    assert all(args[-2:] == ["--gpu-memory-utilization", "0.3"] and "--kv-cache-memory-bytes" in args for args in (one, two))
+    modes = [json.loads(args[args.index("--additional-config") + 1])["kimi_k3_fast"] for args in (one, two)]
+    assert {mode["mode"] for mode in modes} == {"off", "require"} and {"mode": "off"} in modes
