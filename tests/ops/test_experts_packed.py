@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import bulk_machine
 import pytest
 import torch
-from test_experts import make_weights
+from test_experts import make_input, make_routing, make_weights
 
+from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
-from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming, reference, torch_form
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import GROUP, Weights
+from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 
 TENSORS = ("w13", "s13", "w2", "s2")
 
@@ -44,6 +50,46 @@ def test_unpacking_undoes_packing_and_its_padding(width: int) -> None:
     assert packed.width == width
     back = humming.unpack(packed)
     assert all(torch.equal(getattr(back, name), getattr(raw, name)) for name in TENSORS)
+
+
+ON_MACHINE = op.Config(tokens=3, hidden=256, width=64, experts=6, top_k=2, layout=op.HUMMING)
+FEW = op.PackedTactic(grouped=False, strip=2, split=2, flight=2, ahead=1, warps=3, depth=2)
+FEW_GROUPED = replace(FEW, grouped=True, strip=4, split=4, flight=1, spread=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "tactic", "live", "meet"),
+    [
+        (ON_MACHINE, FEW, 2, None),  # a padded row
+        (replace(ON_MACHINE, width=192), replace(FEW, strip=1, split=1, flight=3, depth=4, spread=False), 3, None),
+        (replace(ON_MACHINE, tokens=2, width=128), replace(FEW, strip=4, split=2, flight=3, below=2, warps=2), 2, None),
+        (replace(ON_MACHINE, tokens=4), replace(FEW_GROUPED, strip=2, split=1, flight=3, below=4), 4, 2),
+        (replace(ON_MACHINE, tokens=9, width=128), FEW_GROUPED, 9, 2),  # experts with more tokens than a pass takes
+        (replace(ON_MACHINE, tokens=9), replace(FEW_GROUPED, spread=True, below=8, depth=1), 8, None),
+    ],
+    ids=["pairs", "one row group", "four row groups", "grouped", "several passes", "eight row groups"],
+)
+def test_the_compiled_kernels_compute_the_reference(
+    config: op.Config, tactic: op.PackedTactic, live: int, meet: int | None, fresh_store: build.Store
+) -> None:
+    """Their PTX, on the machine of the tests: w13 by a grid of three blocks, then w2; outputs are NaN before."""
+    assert op.unavailable_reason(config, "sm_90a") is None
+    tactic = op.fitted(config, tactic)
+    weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
+    routing.ids[live:] = -1
+    hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
+    tensors = {**vars(humming.pack(weights)), **vars(routing), "z": z, "hidden": hidden, "out": out}
+    for spec in op.specs_for(config, tactic):
+        blocks = 3 if spec.config.grid else config.hidden // (8 * tactic.below)
+        small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
+        bulk_machine.run(small, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
+    exact = reference.experts(config, weights, z, routing)
+    plain = torch_form.run(
+        z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
+    )
+    assert (out[live:] == 0).all()
+    ours, theirs = ((x[:live].double() - exact[:live]).abs().max() for x in (out, plain))
+    assert ours <= 2 * theirs, (float(ours), float(theirs))
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------------------

@@ -6,14 +6,17 @@ Two schedules, chosen by a tactic:
              more, from the L2 cache, for every further so many.
 Each has kernels of its own, `cute` and `grouped`: with one token an expert all depends on instructions per byte of weights, with
 several on products that serve all of them.
-Both are deterministic: no atomics, one fixed order of summation.
+Where the weights lie in stock's layout (`layout` "humming", described in `humming`), `packed` has the kernels of both schedules.
+All are deterministic: no atomics, one fixed order of summation.
 
 Tensors (T padded tokens, L latent width, I expert width per rank, E experts, k chosen):
     w13 [E, 2 I, L/2] uint8, gate rows first;  s13 [E, 2 I, L/32] uint8;  w2 [E, L, I/2] uint8;  s2 [E, L, I/32] uint8:
-    checkpoint layout
+    checkpoint layout ("raw"). In stock's: w13 [E, L/16, 2 N] and w2 [E, K/16, 2 L] int32, s13 [E, L/32, N], s2 [E, K/32, L],
+    where N and K are 2 I and I, padded
     z [T, L] bf16;  out r [T, L] bf16, a partial sum over tensor-parallel ranks; rows from num_tokens on are written as zero
     hidden [T k, I]: private to this op. Two-byte words declared bf16 that hold fp16 times 2^`hidden_shift`, since w2
-    multiplies in fp16; within eight columns the order is 0 4 1 5 2 6 3 7, the order in which w2 decodes. Values under 1e-6 lose
+    multiplies in fp16; within eight columns the order is 0 4 1 5 2 6 3 7, the order in which w2 decodes; in stock's layout,
+    within 32 columns, that of a lane's words of the token operand. Values under 1e-6 lose
     bits (absolute error up to 2^-34 for K3's bound of 100); values saturate at 65504 where SiTU is unbounded (no linear_beta).
 Scale codes 1 to 254 are exact, 0 counts as a factor of zero (2^-127), 255 (NaN) gives values that are not finite: see
 `check_scales`.
@@ -30,7 +33,20 @@ from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
-from .layout import GROUP, ROUND, First, GroupedFirst, GroupedSecond, Second
+from .layout import (
+    GROUP,
+    ROUND,
+    ROW_UNIT,
+    SHARED,
+    First,
+    GroupedFirst,
+    GroupedSecond,
+    PackedFirst,
+    PackedSecond,
+    Second,
+    padded_columns,
+    padded_rows,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +55,8 @@ if TYPE_CHECKING:
 
 SM_COUNT = 132
 LARGEST_SCALE = 254
-SHAPE = ("tokens", "hidden", "width", "experts", "top_k")  # what a measured tactic is for
+RAW, HUMMING = "raw", "humming"
+SHAPE = ("tokens", "hidden", "width", "experts", "top_k", "layout")  # what a measured tactic is for
 COLUMNS = 8  # tokens that the matrix unit takes at a time; up to so many, pairs may do without groups
 
 
@@ -54,6 +71,7 @@ class Config:
     top_k: int = 16
     beta: float = 4.0
     linear_beta: float | None = 25.0
+    layout: str = RAW
 
     @property
     def pairs(self) -> int:
@@ -92,6 +110,54 @@ class Tactic:
 
 
 @dataclass(frozen=True)
+class PackedTactic:
+    """How the work on stock's layout is cut.
+
+    strip: row groups of every 64 rows that a w13 item takes, and where pairs are grouped tokens of an expert that are multiplied
+    at a time; split: warps that share the columns of an item; flight: steps that each of them has under way at most; spread: a
+    block takes every so many-th item, or neighbours; ahead: as for `Tactic`. below: row groups that a w2 block owns, and tokens
+    at a time; warps: of a w2 block; depth: steps that each of them has under way at most.
+    """
+
+    grouped: bool
+    strip: int = 2
+    split: int = 14
+    flight: int = 4
+    spread: bool = True
+    ahead: int = 16
+    below: int = 4
+    warps: int = 16
+    depth: int = 6
+
+    def __str__(self) -> str:
+        w13 = f"p{self.strip}-s{self.split}-f{self.flight}{'' if self.spread else '-n'}-a{self.ahead}"
+        return f"packed{'-grouped' if self.grouped else ''}-{w13}-p{self.below}-w{self.warps}-d{self.depth}"
+
+
+@dataclass(frozen=True)
+class PackedConfig:
+    """What the device half for stock's layout is specialised on; fields a kernel does not use are 0. strip, flight: of the kernel
+    at hand."""
+
+    hidden: int
+    width: int
+    top_k: int
+    hidden_shift: int
+    grouped: bool
+    entries: int
+    strip: int = 0
+    flight: int = 0
+    grid: int = 0
+    split: int = 0
+    spread: bool = False
+    ahead: int = 0
+    beta: float = 0.0
+    linear_beta: float | None = None
+    rows: int = 0  # tokens that w2 has sums for
+    warps: int = 0
+
+
+@dataclass(frozen=True)
 class KernelConfig:
     """What the device half is specialised on; fields a kernel does not use are 0."""
 
@@ -121,7 +187,7 @@ class Plan:
     """Kernels in launch order: w13, w2. `kernels` is empty where nothing was compiled."""
 
     config: Config
-    tactic: Tactic
+    tactic: Tactic | PackedTactic
     specs: tuple[KernelSpec, ...]
     kernels: tuple[Compiled, ...] = ()
 
@@ -171,6 +237,11 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         (config.width > 0 and config.width % 32 == 0, f"an expert width that is a multiple of 32, found {config.width}"),
         (1 <= config.top_k <= config.experts, f"1 to {config.experts} experts for each token, found {config.top_k}"),
     ]
+    if config.layout == HUMMING:
+        rules += [
+            (config.hidden % ROW_UNIT == 0, f"a latent width that is a multiple of {ROW_UNIT}, found {config.hidden}"),
+            (config.width % 64 == 0, f"an expert width that is a multiple of 64, found {config.width}"),
+        ]
     failed = "; ".join(f"expected {text}" for holds, text in rules if not holds)
     return Refusal(Reason.OP_SHAPE, f"experts: {failed}") if failed else None
 
@@ -200,12 +271,14 @@ def _entries(config: Config) -> int:
     return min(config.experts, _rows(config) * config.top_k) if config.tokens > COLUMNS else _rows(config) * config.top_k
 
 
-def fitted(config: Config, tactic: Tactic) -> Tactic:
+def fitted(config: Config, tactic: Tactic | PackedTactic) -> Tactic | PackedTactic:
     """The tactic with its cuts made to divide this configuration's shape and to fit into shared memory; of groups where there are
     too many tokens for pairs.
     """
     if config.tokens > COLUMNS and not tactic.grouped:
         return default_tactic(config)
+    if isinstance(tactic, PackedTactic):
+        return _fitted_packed(config, tactic)
     height, rows, entries = _fitting(tactic.height, config.hidden), _rows(config), _entries(config)
     if tactic.grouped:
         split, slots = _fitting(tactic.split, config.hidden // GROUP), max(1, min(tactic.slots, config.tokens))
@@ -217,6 +290,23 @@ def fitted(config: Config, tactic: Tactic) -> Tactic:
     stages = First(config.hidden, split, tactic.teams).stages(tactic.stages)
     depth = Second(config.width, height).depth(tactic.depth, tactic.warps, rows, entries)
     return replace(tactic, split=split, stages=stages, ahead=ahead, height=height, depth=depth, slots=0, padded=False)
+
+
+def _fitted_packed(config: Config, tactic: PackedTactic) -> PackedTactic:
+    grouped, rows, entries = tactic.grouped, _rows(config), _entries(config)
+    split = _fitting(tactic.split, config.hidden * tactic.strip // (8 * GROUP))
+    below = next(p for p in (1, 2, 4, 8) if p >= tactic.below and config.width * p % (8 * GROUP) == 0)
+
+    def first(flight: int) -> PackedFirst:
+        return PackedFirst(config.hidden, config.width, tactic.strip, split, flight, grouped)
+
+    def second(depth: int) -> PackedSecond:
+        return PackedSecond(config.width, below, tactic.warps, depth, grouped)
+
+    flight = next((n for n in range(tactic.flight, 0, -1) if first(n).bytes(entries, SM_COUNT) <= SHARED), 0)
+    depth = next((n for n in range(tactic.depth, 0, -1) if second(n).bytes(rows, entries, rows * config.top_k) <= SHARED), 0)
+    ahead = 0 if grouped else min(tactic.ahead, entries)
+    return replace(tactic, split=split, flight=flight, ahead=ahead, below=below, depth=depth)
 
 
 PAIRS = Tactic(grouped=False)
@@ -242,9 +332,38 @@ def _grouped(config: Config) -> Tactic:
     return replace(GROUPED, slots=2 if config.tokens <= 16 else 4)
 
 
-def default_tactic(config: Config) -> Tactic:
+PACKED = PackedTactic(grouped=False)
+PACKED_GROUPED = PackedTactic(grouped=True, strip=4, flight=3, spread=False, warps=8, depth=8)
+PACKED_CUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"ahead": 0},
+    {"spread": False},
+    {"strip": 4},
+    {"strip": 1},
+    {"split": 7, "flight": 9},
+    {"warps": 12, "depth": 8},
+)
+PACKED_GROUPED_CUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"spread": True},
+    {"strip": 2, "flight": 4},
+    {"warps": 12, "depth": 6},
+    {"split": 7, "flight": 6, "warps": 16, "depth": 4},
+)
+
+
+def _packed(config: Config) -> PackedTactic:
+    """Thinner strips where there would be too few items to share out."""
+    items = config.pairs * PackedFirst(config.hidden, config.width, 2, 1, 1, False).tiles
+    return replace(PACKED, strip=2 if items >= 2 * SM_COUNT else 1)
+
+
+def default_tactic(config: Config) -> Tactic | PackedTactic:
     """Pairs while nearly all are distinct experts."""
-    return fitted(config, PAIRS if config.tokens <= COLUMNS else _grouped(config))
+    pairs = config.tokens <= COLUMNS
+    if config.layout == HUMMING:
+        return fitted(config, _packed(config) if pairs else PACKED_GROUPED)
+    return fitted(config, PAIRS if pairs else _grouped(config))
 
 
 @functools.cache
@@ -253,7 +372,7 @@ def _measured() -> list[dict[str, Any]]:
     return json.loads((Path(__file__).parent / "tactics.json").read_text())
 
 
-def chosen_tactic(config: Config, arch: str) -> Tactic:
+def chosen_tactic(config: Config, arch: str) -> Tactic | PackedTactic:
     """What was fastest on this architecture, for this many tokens or the next larger number measured; else the default."""
     wanted = replace(config, tokens=0)
     rows = [
@@ -265,11 +384,17 @@ def chosen_tactic(config: Config, arch: str) -> Tactic:
     ]
     if not rows:
         return default_tactic(config)
-    return fitted(config, Tactic(**min(rows, key=lambda row: row["tokens"])["tactic"]))
+    kind = PackedTactic if config.layout == HUMMING else Tactic
+    return fitted(config, kind(**min(rows, key=lambda row: row["tokens"])["tactic"]))
 
 
-def tactics(config: Config) -> list[Tactic]:
+def tactics(config: Config) -> list[Tactic] | list[PackedTactic]:
     """What the benchmark compares."""
+    if config.layout == HUMMING:
+        cuts = [replace(_packed(config), **cut) for cut in PACKED_CUTS] if config.tokens <= COLUMNS else []
+        if config.tokens >= COLUMNS // 2:
+            cuts += [replace(PACKED_GROUPED, **cut) for cut in PACKED_GROUPED_CUTS]
+        return [t for t in dict.fromkeys(_fitted_packed(config, cut) for cut in cuts) if t.flight and t.depth]
     wanted = [replace(PAIRS, **cut) for cut in PAIRS_CUTS] if config.tokens <= COLUMNS else []
     if config.tokens >= COLUMNS // 2:
         wanted += [replace(_grouped(config), **cut) for cut in GROUPED_CUTS]
@@ -277,19 +402,23 @@ def tactics(config: Config) -> list[Tactic]:
     return [tactic for tactic in found if tactic.depth and tactic.stages > 1]
 
 
-def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
+def specs_for(config: Config, tactic: Tactic | PackedTactic) -> tuple[KernelSpec, ...]:
     """The kernels of one tactic, in launch order."""
     t, n = Sym("tokens"), Sym("pairs")
     k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
-    base = KernelConfig(hidden, width, k, hidden_shift(config))
-    w13 = replace(base, grid=SM_COUNT, split=tactic.split, teams=tactic.teams, stages=tactic.stages, ahead=tactic.ahead)
-    w13 = replace(w13, beta=config.beta, linear_beta=config.linear_beta)
-    w2 = replace(base, rows=_rows(config), entries=_entries(config), height=tactic.height, warps=tactic.warps, depth=tactic.depth)
-    if tactic.grouped:
-        w13 = replace(w13, slots=min(COLUMNS, config.tokens), gathered=config.tokens > COLUMNS)
-        w2 = replace(w2, slots=tactic.slots, padded=tactic.padded)
-    first = [Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC), Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC)]
-    second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
+    if isinstance(tactic, PackedTactic):
+        w13, w2, name = *_packed_configs(config, tactic), "packed_grouped" if tactic.grouped else "packed"
+        rows, columns = padded_rows(2 * width), padded_columns(width)
+        first = [Param("w13", "i32", (e, hidden // 16, 2 * rows), STATIC), Param("s13", "u8", (e, hidden // 32, rows), STATIC)]
+        second = [Param("w2", "i32", (e, columns // 16, 2 * hidden), STATIC)]
+        second += [Param("s2", "u8", (e, columns // 32, hidden), STATIC)]
+    else:
+        w13, w2, name = *_raw_configs(config, tactic), "grouped" if tactic.grouped else "pairs"
+        first = [
+            Param("w13", "u8", (e, 2 * width, hidden // 2), STATIC),
+            Param("s13", "u8", (e, 2 * width, hidden // 32), STATIC),
+        ]
+        second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
     z = Param("z", "bf16", (t, hidden), ACTIVATION)
     ids, weights = (Param(name, dtype, (t, k), ACTIVATION, align=4) for name, dtype in (("ids", "i32"), ("weights", "f32")))
     num_tokens, num_active = (Param(name, "i32", (1,), ACTIVATION, align=4) for name in ("num_tokens", "num_active"))
@@ -303,22 +432,43 @@ def specs_for(config: Config, tactic: Tactic) -> tuple[KernelSpec, ...]:
     out = Param("out", "bf16", (t, hidden), OUTPUT)
     if tactic.grouped:
         return (
-            _spec("mxfp4_w13_grouped", w13, *first, z, *groups, written),
-            _spec("mxfp4_w2_grouped", w2, *second, read, *groups, weights, out),
+            _spec(f"mxfp4_w13_{name}", w13, *first, z, *groups, written),
+            _spec(f"mxfp4_w2_{name}", w2, *second, read, *groups, weights, out),
         )
     return (
-        _spec("mxfp4_w13_pairs", w13, *first, *second, z, ids, num_tokens, written),
-        _spec("mxfp4_w2_pairs", w2, *second, read, ids, weights, num_tokens, out),
+        _spec(f"mxfp4_w13_{name}", w13, *first, *second, z, ids, num_tokens, written),
+        _spec(f"mxfp4_w2_{name}", w2, *second, read, ids, weights, num_tokens, out),
     )
 
 
-def _spec(name: str, config: KernelConfig, *params: Param) -> KernelSpec:
-    device = "grouped" if name.endswith("_grouped") else "cute"
+def _raw_configs(config: Config, tactic: Tactic) -> tuple[KernelConfig, KernelConfig]:
+    """Of w13 and w2."""
+    base = KernelConfig(config.hidden, config.width, config.top_k, hidden_shift(config))
+    w13 = replace(base, grid=SM_COUNT, split=tactic.split, teams=tactic.teams, stages=tactic.stages, ahead=tactic.ahead)
+    w13 = replace(w13, beta=config.beta, linear_beta=config.linear_beta)
+    w2 = replace(base, rows=_rows(config), entries=_entries(config), height=tactic.height, warps=tactic.warps, depth=tactic.depth)
+    if tactic.grouped:
+        w13 = replace(w13, slots=min(COLUMNS, config.tokens), gathered=config.tokens > COLUMNS)
+        w2 = replace(w2, slots=tactic.slots, padded=tactic.padded)
+    return w13, w2
+
+
+def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig, PackedConfig]:
+    """Of w13 and w2."""
+    shape = (config.hidden, config.width, config.top_k, hidden_shift(config))
+    base = PackedConfig(*shape, grouped=tactic.grouped, entries=_entries(config))
+    w13 = replace(base, strip=tactic.strip, flight=tactic.flight, grid=SM_COUNT, split=tactic.split, spread=tactic.spread)
+    w13 = replace(w13, ahead=tactic.ahead, beta=config.beta, linear_beta=config.linear_beta)
+    return w13, replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps)
+
+
+def _spec(name: str, config: KernelConfig | PackedConfig, *params: Param) -> KernelSpec:
+    device = "packed" if "_packed" in name else "grouped" if name.endswith("_grouped") else "cute"
     return KernelSpec(name, "experts", config, f"{__name__}.{device}:{name}", params)
 
 
 @functools.cache
-def plan(config: Config, arch: str, tactic: Tactic | None = None, compiled: bool = True) -> Plan:
+def plan(config: Config, arch: str, tactic: Tactic | PackedTactic | None = None, compiled: bool = True) -> Plan:
     """The kernels for one configuration, compiled or loaded now. Raises ValueError where `unavailable_reason` refuses."""
     refusal = unavailable_reason(config, arch)
     if refusal:

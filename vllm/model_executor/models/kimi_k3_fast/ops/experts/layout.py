@@ -219,3 +219,101 @@ class GroupedSecond:
     def depth(self, wanted: int, warps: int, rows: int, entries: int, pairs: int) -> int:
         """Stages of a warp; 0 where not one fits."""
         return max(0, min(wanted, (SHARED - self.fixed(warps, rows, entries, pairs)) // (warps * self.stage)))
+
+
+@dataclass(frozen=True)
+class PackedFirst:
+    """w13 from stock's layout. An item: the gate rows of a strip and the up rows that belong to them."""
+
+    hidden: int
+    width: int
+    strip: int  # row groups of every 64 rows
+    split: int  # warps: they share the columns
+    flight: int  # steps in the ring that are under way
+    grouped: bool
+
+    @property
+    def pieces(self) -> int:
+        """Scale groups that an instruction takes."""
+        return 8 // self.strip
+
+    @property
+    def tiles(self) -> int:
+        """Items of an entry."""
+        return self.width // 64 * self.pieces
+
+    @property
+    def steps(self) -> int:
+        """Of a warp for an item, a scale group of every piece each."""
+        return self.hidden // (GROUP * self.pieces * self.split)
+
+    @property
+    def slot(self) -> int:
+        """A warp's step: gate and up codes of two chunks, 512 bytes each, and their scales, 256."""
+        return 2 * (2 * 512 + 256)
+
+    @property
+    def ring(self) -> int:
+        """Of a warp: one slot more than steps are under way, the one that is read."""
+        return (self.flight + 1) * self.slot
+
+    @property
+    def sums(self) -> int:
+        """Of a warp: gate and up, 8 rows of every row group, for as many tokens as are multiplied at a time."""
+        return (self.strip if self.grouped else 1) * self.strip * 64
+
+    @property
+    def finishers(self) -> int:
+        """Warps that add up an item, 32 outputs each."""
+        return -(-(self.strip if self.grouped else 1) * self.strip * 8 // 32)
+
+    def items(self, entries: int, grid: int) -> int:
+        """Of a block, at most."""
+        return -(-entries * self.tiles // grid)
+
+    def bytes(self, entries: int, grid: int) -> int:
+        """Of shared memory, with 1 KiB for alignment."""
+        table = (3 if self.grouped else 1) * 4 * self.items(entries, grid)
+        return self.split * (self.ring + self.steps * 512 + 2 * self.sums) + table + 1024
+
+
+@dataclass(frozen=True)
+class PackedSecond:
+    """w2 from stock's layout. A block owns a strip."""
+
+    width: int
+    strip: int
+    warps: int
+    flight: int
+    grouped: bool
+
+    @property
+    def pieces(self) -> int:
+        return 8 // self.strip
+
+    @property
+    def height(self) -> int:
+        """Rows of a block."""
+        return 8 * self.strip
+
+    def blocks(self, hidden: int) -> int:
+        return hidden // self.height
+
+    @property
+    def steps(self) -> int:
+        """Of a warp for an entry."""
+        return self.width // (GROUP * self.pieces)
+
+    @property
+    def slot(self) -> int:
+        """A warp's step: codes of two chunks and hidden values, 512 bytes each, and scales, 256."""
+        return 3 * 512 + 256
+
+    @property
+    def ring(self) -> int:
+        return (self.flight + 1) * self.slot
+
+    def bytes(self, rows: int, entries: int, pairs: int) -> int:
+        """Of shared memory, with 1 KiB for alignment."""
+        table = 12 * entries + 8 * pairs if self.grouped else 8 * pairs
+        return self.warps * (self.ring + rows * self.height * 4) + table + 1024

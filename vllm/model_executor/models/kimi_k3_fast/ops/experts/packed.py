@@ -1,0 +1,641 @@
+"""MXFP4 experts read from the layout that stock keeps (see `humming`): 16 bytes of a lane are four words, each this lane's part
+of the 16-row operand of mma.sync m16n8k16. Decoded they are multiplied as they are; nothing is shuffled.
+
+512 bytes hold 64 rows of 16 columns, and the rows g, g + 8, ... g + 56 of them are 64 bytes in line. A block takes a strip: P
+such row groups, 64 P bytes of every 512. One instruction has 8, so it takes those of 8 / P pieces, which are neighbouring scale
+groups, and column n of the token operand is piece n / P. Of the product only the places count where the row's piece is the
+column's; with a token in each of the P columns of a piece, that is P tokens at a time. P is the choice between few bytes in a
+row of memory with even shares for all blocks, and many. Both chunks of a scale group are multiplied before its scales, 2^(s -
+127) for the codes 1..254, 0 for 0, infinity for 255, are applied to the sums in fp32.
+
+    w13  a block takes items, an entry's strip of gate rows and the up rows that belong to them; its warps share the columns, and
+         some in turn add the parts and apply SiTU while the rest goes on.
+    w2   a block owns a strip of the output for all tokens. Every warp multiplies its own entries and adds into its own fp32 sums
+         in shared memory; at the end the warps' sums are added in order. No partial products in memory, no atomics.
+
+An entry is a (token, slot) pair, or an expert with its pairs (`grouped`). Which expert is read is known only after the
+dependency wait, and all depends on bytes in flight. Every lane copies what it will read itself, `flight` steps ahead, through a
+ring of its own in shared memory: no barrier, and the ring runs on across items. How values are decoded: `common`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import inline_ptx
+from cutlass.cutlass_dsl import select_
+from cutlass.memory import SmemAllocator
+
+from ..device.ptx import load_shared, prefetch_bytes, store_shared, stream_async
+from ..device.vectors import unpack_bf16
+from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+from .common import SHIFT, clear, decode, mma, read_word, situ, store_half
+from .layout import GROUP, PackedFirst, PackedSecond, padded_columns, padded_rows
+
+PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
+
+
+# -- a lane ----------------------------------------
+
+
+def _first(c: Any) -> PackedFirst:
+    return PackedFirst(c.hidden, c.width, c.strip, c.split, c.flight, c.grouped)
+
+
+def _second(c: Any) -> PackedSecond:
+    return PackedSecond(c.width, c.strip, c.warps, c.flight, c.grouped)
+
+
+def _place(c: Any) -> tuple[Any, Any, Any, Any]:
+    """A lane's piece, its row group in the strip (and, as a column, its token), its quad, and whether it writes results: it then
+    holds sums of row group `member` for the tokens 2 quad and 2 quad + 1, if there are so many at a time."""
+    lane = cute.arch.lane_idx()
+    row, quad = lane // 4, lane % 4
+    piece = row // c.strip
+    return piece, row % c.strip, quad, (piece == 0) & (quad < (max(1, c.strip // 2) if c.grouped else 1))
+
+
+def _columns(c: Any) -> int:
+    """Tokens for which a lane has sums."""
+    return 2 if c.grouped else 1
+
+
+def _copy8(target: Any, source: Any, wanted: Any) -> None:
+    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source], predicate=wanted)
+
+
+def _product(c: Any, acc: Any, first: int, codes: Any, scales: Any, columns: list[Any]) -> None:
+    """acc[first + 8 column + m] += rows 8 m + g of one scale group times its tokens. codes: shared-memory address of this lane's
+    16 bytes of the group's first chunk, 512 before those of its second; scales: of its 8 codes; columns: of the token operand.
+    """
+    low, high = load_shared(codes), load_shared(codes + 512)
+    both = inline_ptx("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[scales])
+    odd = cute.arch.lane_idx() // 4 % 2 == 1
+    for word in range(4):
+        part = [Float32(0.0)] * 4
+        for i, weights in enumerate((low, high)):
+            d = decode(weights[word])
+            part = mma([d[0], d[2], d[1], d[3]], columns[2 * i : 2 * i + 2], part)
+        for half in range(2):
+            m = 2 * word + half
+            up = m % 4 * 8
+            code = both[m // 4] << (23 - up) if up < 24 else both[m // 4] >> 1
+            factor = (code & Uint32(0x7F800000)).bitcast(Float32)
+            for column in range(_columns(c)):
+                value = part[2 * half + column]
+                if c.strip == 1:  # the row's own column is the other one where the row is odd
+                    value = Float32(select_(odd, part[2 * half + 1], value))
+                at = first + 8 * column + m
+                acc[at] = acc[at] + value * factor
+
+
+def _gather(c: Any, acc: Any, count: int) -> None:
+    """Add the pieces' sums. A piece further in the rows is a piece further in the columns."""
+    for bit in range(c.strip.bit_length() - 1, 3):
+        mask = 1 << bit + 2 | (1 << bit - 1 if bit else 0)
+        for i in range(count):
+            acc[i] = acc[i] + cute.arch.shuffle_sync_bfly(acc[i], offset=mask)
+
+
+# -- w13 ----------------------------------------
+
+
+def _load_tokens(c: Any, z: Any, row: Any, target: Any, undo: Any) -> None:
+    """This lane's words of the token operand, in fp16, to its own place; undo[i] gets the power of two for its i-th token that
+    undoes the token's and the weights' 2^-14. row: of z, for this lane's column.
+    """
+    layout = _first(c)
+    piece, _, quad, _ = _place(c)
+    group = cute.arch.warp_idx() * (layout.steps * layout.pieces) + piece
+    source = z.iterator + (row * c.hidden + group * GROUP + quad * 2)
+    words = []
+    for step in range(layout.steps):
+        for part in range(4):
+            at = source + (step * layout.pieces * GROUP + part * 8)
+            words.append(inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[at]))
+    largest = Float32(0.0)
+    for word in words:
+        for value in unpack_bf16(word):
+            largest = inline_ptx(
+                "{ .reg .f32 a; abs.f32 a, {$r0}; max.f32 {$w0}, a, {$r1}; }",
+                write_only_types=[Float32],
+                read_only_args=[value, largest],
+            )
+    bits = [0, 1, *range(c.strip.bit_length() + 1, 5)] if c.grouped else range(5)  # of the lanes with the same token
+    for bit in bits:
+        largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << bit))
+    exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(2 * SHIFT))  # as in `common.load_row`
+    scale = ((Uint32(254 + SHIFT) - exponent) << 23).bitcast(Float32)
+    back = (exponent << 23).bitcast(Float32)
+    for column in range(_columns(c)):
+        undo[column] = cute.arch.shuffle_sync(back, (quad * 2 + column) % c.strip * 4) if c.grouped else back
+    for step in range(layout.steps):
+        packed = []
+        for word in words[step * 4 : step * 4 + 4]:
+            even, odd = (value * scale for value in unpack_bf16(word))
+            packed.append(
+                inline_ptx("cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[odd, even])
+            )
+        store_shared(target + step * 512, packed)
+
+
+@cute.jit
+def _ask_for_w2(c: cutlass.Constexpr, weights: Any, ids: Any, entries: Any):
+    """One warp of every block: this block's share of the first `c.ahead` experts of w2 into L2."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    each = cutlass.const_expr(PIECES + SCALE_PIECES)
+    size = cutlass.const_expr(c.hidden * c.width // 2 // PIECES)
+    scale_size = cutlass.const_expr(c.hidden * c.width // GROUP // SCALE_PIECES)
+    whole = cutlass.const_expr(padded_columns(c.width) * c.hidden)
+    pieces = cutlass.min(entries, c.ahead) * each
+    for piece in range(block + cute.arch.lane_idx() * blocks, pieces, 32 * blocks):
+        expert = Int64(ids[piece // each // c.top_k, piece // each % c.top_k])
+        index = piece % each
+        code = weights[0].iterator.toint() + expert * (whole // 2) + Int64(index * size)
+        scale = weights[1].iterator.toint() + expert * (whole // GROUP) + Int64((index - PIECES) * scale_size)
+        prefetch_bytes(code, size, index < PIECES)
+        prefetch_bytes(scale, scale_size, index >= PIECES)
+
+
+def _find_w13(c: Any, lane: tuple, share: tuple, table: tuple, index: Any) -> tuple[Any, Any]:
+    """Addresses of this lane's codes and scales of its first step of an item; behind the last item: of the last."""
+    layout = _first(c)
+    first, stride, count = share
+    index = cutlass.min(index, count - 1)
+    tile = (first + index * stride) % layout.tiles
+    expert, block, strip = Int64(table[0][index]), tile // layout.pieces, tile % layout.pieces
+    rows = padded_rows(2 * c.width)
+    codes = lane[0] + expert * (rows * c.hidden // 2) + Int64(block * 512 + strip * (64 * c.strip))
+    scales = lane[1] + expert * (rows * c.hidden // GROUP) + Int64(block * 64 + strip * (8 * c.strip))
+    return codes, scales
+
+
+def _next(c: Any, table: tuple, index: Any, begin: Any, count: Any, stride: int = 1) -> tuple[Any, Any]:
+    """The item, or entry, and the first pair of the pass behind this one."""
+    if not c.grouped:
+        return index + stride, begin
+    starts, ends = table[1:3]
+    over = begin + c.strip >= ends[cutlass.min(index, count - 1)]
+    index = index + Int32(select_(over, Int32(stride), Int32(0)))
+    return index, Int32(select_(over, starts[cutlass.min(index, count - 1)], begin + c.strip))
+
+
+def _fetch_w13(c: Any, at: tuple[Any, Any], step: int, slot: Any, wanted: Any) -> None:
+    """Start copying this lane's part of one step; a group of copies even where nothing is wanted."""
+    layout, lane, rows = _first(c), cute.arch.lane_idx(), padded_rows(2 * c.width)
+    for half in range(2):  # gate, up
+        for chunk in range(2):
+            away = half * (c.width * 8) + (step * layout.pieces * 2 + chunk) * (rows * 8)
+            stream_async(slot + (half * 2 + chunk) * 512 + lane * 16, at[0] + away, wanted)
+        _copy8(slot + 2048 + half * 256 + lane * 8, at[1] + (half * c.width + step * layout.pieces * rows), wanted)
+    cute.arch.cp_async_commit_group()
+
+
+def _step_w13(c: Any, acc: Any, slot: Any, token: Any) -> None:
+    lane, columns = cute.arch.lane_idx(), list(load_shared(token))
+    for half in range(2):
+        codes, scales = slot + half * 1024 + lane * 16, slot + 2048 + half * 256 + lane * 8
+        _product(c, acc, half * 8 * _columns(c), codes, scales, columns)
+
+
+def _leave(c: Any, acc: Any, undo: Any, sums: Any) -> None:
+    """This warp's sums of an item to its place: [token, row group, gate and up, 8] fp32."""
+    _, member, quad, writes = _place(c)
+    for column in range(_columns(c)):
+        base = sums + ((quad * 2 + column) * c.strip + member) * 64
+        for half in range(2):
+            for four in (0, 4):
+                start = (half * _columns(c) + column) * 8 + four
+                values = [(acc[start + i] * undo[column]).bitcast(Uint32) for i in range(4)]
+                store_shared(base + half * 32 + four * 4, values, writes)
+
+
+@cute.jit
+def _finish_w13(c: cutlass.Constexpr, sums: Any, routes: Any, hidden: Any, tile: Any, begin: Any, count: Any, turn: Any):
+    """One warp: add the warps' parts of 32 gate and up values, and store SiTU of them in the order in which w2 reads."""
+    layout = _first(c)
+    place = turn * 32 + cute.arch.lane_idx()
+    m, member, token = place % 8, place // 8 % c.strip, place // (8 * c.strip)
+    if token < count:
+        source = sums + (token * c.strip + member) * 64 + m * 4
+        gate, up = Float32(0.0), Float32(0.0)
+        for part in cutlass.range_constexpr(c.split):
+            at = source + part * layout.sums
+            gate, up = gate + read_word(at).bitcast(Float32), up + read_word(at + 32).bitcast(Float32)
+        pair = begin + token
+        if cutlass.const_expr(c.grouped):
+            pair = routes[1][pair]
+        column = tile % layout.pieces * c.strip + member  # of eight
+        place = tile // layout.pieces * 64 + m // 4 * 32 + column // 2 * 8 + m % 4 * 2 + column % 2
+        value = situ(gate, up, c.beta, c.linear_beta)
+        store_half(hidden.iterator + (pair * c.width + place), value * Float32(2.0**c.hidden_shift))
+
+
+@cute.jit
+def _stream_w13(
+    c: cutlass.Constexpr,
+    weights: Any,
+    following: Any,
+    z: Any,
+    routes: Any,
+    entries: Any,
+    hidden: Any,
+    memory: Any,
+    share: Any,
+    table: Any,
+):
+    """All warps of a block: its items, one after the other. share: first item, items from one to the next, how many.
+
+    When the copies of the last one are under way, one warp asks L2 for the first weights of w2, whose experts are the same:
+    memory does not pause between the kernels.
+    """
+    layout = _first(c)
+    first, stride, count = share
+    ring, tokens, sums = memory
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    piece, member, quad, _ = _place(c)
+    rows = cutlass.const_expr(padded_rows(2 * c.width))
+    group = warp * (layout.steps * layout.pieces) + piece
+    own = (
+        weights[0].iterator.toint() + Int64(group * (rows * 16) + member * 64 + quad * 16),
+        weights[1].iterator.toint() + Int64(group * rows + member * 8),
+    )
+    ring = ring + warp * layout.ring
+    token = tokens + warp * (layout.steps * 512) + lane * 16
+    ahead, ahead_begin = Int32(0), Int32(0)
+    if cutlass.const_expr(c.grouped):
+        ahead_begin = Int32(table[1][0])
+    codes_at, scales_at = _find_w13(c, own, share, table, ahead)
+    for turn in cutlass.range_constexpr(c.flight):
+        if cutlass.const_expr(turn > 0 and turn % layout.steps == 0):
+            ahead, ahead_begin = _next(c, table, ahead, ahead_begin, count)
+            codes_at, scales_at = _find_w13(c, own, share, table, ahead)
+        _fetch_w13(c, (codes_at, scales_at), turn % layout.steps, ring + turn * layout.slot, ahead < count)
+    acc = cute.make_rmem_tensor(16 * _columns(c), Float32)
+    undo = cute.make_rmem_tensor(_columns(c), Float32)
+    slot, loaded, products = Int32(0), Int32(-1), Int32(0)
+    for index in range(count):
+        item = first + index * stride
+        start, end = Int32(item // layout.tiles), Int32(item // layout.tiles + 1)
+        if cutlass.const_expr(c.grouped):
+            start, end = Int32(table[1][index]), Int32(table[2][index])
+        for begin in range(start, end, c.strip if c.grouped else 1):
+            live = cutlass.min(end - begin, c.strip) if cutlass.const_expr(c.grouped) else Int32(1)
+            if cutlass.const_expr(c.grouped):
+                if begin != loaded:
+                    _load_tokens(c, z, routes[1][begin + cutlass.min(member, live - 1)] // c.top_k, token, undo)
+                    loaded = begin
+            else:
+                if begin // c.top_k != loaded:
+                    loaded = begin // c.top_k
+                    _load_tokens(c, z, loaded, token, undo)
+            acc.fill(0.0)
+            for step in cutlass.range_constexpr(layout.steps):
+                if cutlass.const_expr((step + c.flight) % layout.steps == 0):
+                    ahead, ahead_begin = _next(c, table, ahead, ahead_begin, count)
+                    codes_at, scales_at = _find_w13(c, own, share, table, ahead)
+                free = Int32(select_(slot == 0, Int32(c.flight), slot - 1))  # what the last step has read
+                at = (codes_at, scales_at)
+                _fetch_w13(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < count)
+                cute.arch.cp_async_wait_group(c.flight)
+                _step_w13(c, acc, ring + slot * layout.slot, token + step * 512)
+                slot = Int32(select_(slot == c.flight, Int32(0), slot + 1))
+            _gather(c, acc, 16 * _columns(c))
+            half = sums + products % 2 * (c.split * layout.sums)
+            _leave(c, acc, undo, half + warp * layout.sums)
+            cute.arch.sync_threads()
+            turn = (warp + c.split - products % c.split) % c.split
+            if turn < layout.finishers:
+                _finish_w13(c, half, routes, hidden, item % layout.tiles, begin, live, turn)
+            products += 1
+        if cutlass.const_expr(c.ahead > 0):  # noqa: SIM102 - one is of the trace, one of the kernel
+            if (index == cutlass.max(count - 1 - c.flight // layout.steps, 0)) & (warp == c.split - 1):
+                _ask_for_w2(c, following, routes[0], entries)
+
+
+@cute.jit
+def _list_items(c: cutlass.Constexpr, routes: Any, share: Any, table: Any):
+    """Expert, and of groups start and end of its pairs, of every item of this block: read once, by all threads."""
+    first, stride, count = share
+    tiles = cutlass.const_expr(_first(c).tiles)
+    thread, _, _ = cute.arch.thread_idx()
+    for index in cutlass.range(thread, count, 32 * c.split, unroll=1):
+        entry = (first + index * stride) // tiles
+        if cutlass.const_expr(c.grouped):
+            expert = routes[2][entry]
+            table[0][index] = expert
+            table[1][index] = routes[0][expert]
+            table[2][index] = routes[0][expert + 1]
+        else:
+            table[0][index] = routes[0][entry // c.top_k, entry % c.top_k]
+
+
+def _share_w13(c: Any, entries: Any) -> tuple[Any, Any, Any]:
+    """This block's items: every so many-th, or neighbours."""
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    items = entries * _first(c).tiles
+    if c.spread:
+        return Int32(block), Int32(blocks), (items - block + blocks - 1) // blocks
+    first = block * items // blocks
+    return first, Int32(1), (block + 1) * items // blocks - first
+
+
+def _memory_w13(c: Any) -> tuple:
+    """Addresses of the ring, token operands and partial sums; the table of items."""
+    layout, allocator = _first(c), SmemAllocator()
+    sizes = (c.split * layout.ring, c.split * layout.steps * 512, 2 * c.split * layout.sums)
+    memory = tuple(allocator.allocate(size, byte_alignment=128).toint() for size in sizes)
+    columns = 3 if c.grouped else 1
+    items = cute.make_layout(layout.items(c.entries, c.grid))
+    return memory, tuple(allocator.allocate_tensor(Int32, items, byte_alignment=16) for _ in range(columns))
+
+
+@cute.jit
+def _w13(c: cutlass.Constexpr, weights: Any, following: Any, z: Any, routes: Any, entries: Any, hidden: Any):
+    memory, table = _memory_w13(c)
+    share = _share_w13(c, entries)
+    _list_items(c, routes, share, table)
+    cute.arch.sync_threads()
+    if share[2] > 0:
+        _stream_w13(c, weights, following, z, routes, entries, hidden, memory, share, table)
+    if cutlass.const_expr(c.ahead > 0):  # noqa: SIM102 - one is of the trace, one of the kernel
+        if (share[2] <= 0) & (cute.arch.warp_idx() == 0):
+            _ask_for_w2(c, following, routes[0], entries)
+
+
+@cute.kernel
+def _w13_packed(
+    codes: Static,
+    scales: Static,
+    next_codes: Static,
+    next_scales: Static,
+    z: Dynamic,
+    ids: Dynamic,
+    num_tokens: Dynamic,
+    hidden: Output,
+    c: cutlass.Constexpr,
+):
+    release_dependents()
+    token = dependency_wait()
+    weights, following = (codes.early(), scales.early()), (next_codes.early(), next_scales.early())
+    entries = num_tokens.after(token)[0] * c.top_k
+    _w13(c, weights, following, z.after(token), (ids.after(token),), entries, hidden.after(token))
+
+
+@cute.kernel
+def _w13_packed_grouped(
+    codes: Static,
+    scales: Static,
+    z: Dynamic,
+    offsets: Dynamic,
+    pairs: Dynamic,
+    active: Dynamic,
+    num_active: Dynamic,
+    hidden: Output,
+    c: cutlass.Constexpr,
+):
+    release_dependents()
+    token = dependency_wait()
+    weights = (codes.early(), scales.early())
+    routes = (offsets.after(token), pairs.after(token), active.after(token))
+    entries = num_active.after(token)[0]
+    _w13(c, weights, weights, z.after(token), routes, entries, hidden.after(token))
+
+
+# -- w2 ----------------------------------------
+
+
+@cute.jit
+def _list_entries(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, table: Any):
+    """Expert of every entry, of groups its start and end and the list of pairs; routing weight of every pair: read once, by all
+    threads."""
+    thread, _, _ = cute.arch.thread_idx()
+    places = weights.shape[0] * c.top_k
+    if cutlass.const_expr(c.grouped):
+        experts, starts, ends, factors, pairs = table
+        for entry in range(thread, entries, 32 * c.warps):
+            expert = routes[2][entry]
+            experts[entry] = expert
+            starts[entry] = routes[0][expert]
+            ends[entry] = routes[0][expert + 1]
+        for place in range(thread, places, 32 * c.warps):
+            pair = routes[1][place]
+            inside = (pair < places) & (pair >= 0)  # beyond the last group the list holds anything
+            pairs[place] = pair
+            factors[place] = Float32(0.0)
+            if inside:
+                factors[place] = weights[pair // c.top_k, pair % c.top_k]
+    else:
+        experts, factors = table
+        for entry in cutlass.range(thread, places, 32 * c.warps, unroll=1):  # padded rows too: no read waits for `num_tokens`
+            experts[entry] = routes[0][entry // c.top_k, entry % c.top_k]
+            factors[entry] = weights[entry // c.top_k, entry % c.top_k]
+
+
+def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries: Any) -> tuple[Any, Any, Any]:
+    """Addresses of this lane's codes, scales and hidden values of the first step of a pass; behind the last: of the last."""
+    entry = cutlass.min(entry, entries - 1)
+    size = padded_columns(c.width) * c.hidden
+    expert, pair = Int64(table[0][entry]), entry
+    if c.grouped:
+        _, member, _, _ = _place(c)
+        last = cutlass.max(table[2][entry] - 1, 0)
+        pair = table[4][cutlass.min(begin + member, last)]
+    return lane[0] + expert * (size // 2), lane[1] + expert * (size // GROUP), lane[2] + Int64(pair) * (2 * c.width)
+
+
+def _fetch_w2(c: Any, at: tuple[Any, Any, Any], step: int, slot: Any, wanted: Any) -> None:
+    """Start copying this lane's part of one step; a group of copies even where nothing is wanted."""
+    layout, lane = _second(c), cute.arch.lane_idx()
+    for chunk in range(2):
+        away = (step * layout.pieces * 2 + chunk) * (c.hidden * 8)
+        stream_async(slot + chunk * 512 + lane * 16, at[0] + away, wanted)
+    stream_async(slot + 1024 + lane * 16, at[2] + step * layout.pieces * 2 * GROUP, wanted)
+    _copy8(slot + 1536 + lane * 8, at[1] + step * layout.pieces * c.hidden, wanted)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def _add(c: cutlass.Constexpr, acc: Any, table: Any, begin: Any, end: Any, sums: Any):
+    """sums[token, row group, 8] += weight * product, for the pairs from `begin` on. sums: address of this warp's own."""
+    _, member, quad, writes = _place(c)
+    for column in cutlass.range_constexpr(_columns(c)):
+        at = begin + (quad * 2 + column if cutlass.const_expr(c.grouped) else 0)
+        if writes & (at < end):
+            pair = at
+            factor = table[1][at] if cutlass.const_expr(not c.grouped) else table[3][at]
+            if cutlass.const_expr(c.grouped):
+                pair = table[4][at]
+            weight = factor * Float32(2.0 ** (SHIFT - c.hidden_shift))
+            place = sums + (pair // c.top_k * c.strip + member) * 32
+            for four in cutlass.range_constexpr(2):
+                old = load_shared(place + four * 16)
+                first = column * 8 + four * 4
+                new = [old[i].bitcast(Float32) + acc[first + i] * weight for i in range(4)]
+                store_shared(place + four * 16, [value.bitcast(Uint32) for value in new])
+
+
+@cute.jit
+def _stream_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entries: Any, ring: Any, sums: Any):
+    """One warp: every c.warps-th entry. At least one is its own."""
+    layout = _second(c)
+    block, _, _ = cute.arch.block_idx()
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    piece, member, quad, _ = _place(c)
+    row, group = block % layout.pieces * c.strip + member, block // layout.pieces  # of eight; of the groups of 64 rows
+    own = (
+        codes.iterator.toint() + Int64(piece * (c.hidden * 16) + group * 512 + row * 64 + quad * 16),
+        scales.iterator.toint() + Int64(piece * c.hidden + group * 64 + row * 8),
+        hidden.iterator.toint() + Int64(piece * (2 * GROUP) + quad * 16),
+    )
+    ring = ring + warp * layout.ring
+    ahead, ahead_begin = Int32(warp), Int32(0)
+    if cutlass.const_expr(c.grouped):
+        ahead_begin = Int32(table[1][ahead])
+    codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
+    for turn in cutlass.range_constexpr(c.flight):
+        if cutlass.const_expr(turn > 0 and turn % layout.steps == 0):
+            ahead, ahead_begin = _next(c, table, ahead, ahead_begin, entries, c.warps)
+            codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
+        at = (codes_at, scales_at, hidden_at)
+        _fetch_w2(c, at, turn % layout.steps, ring + turn * layout.slot, ahead < entries)
+    acc = cute.make_rmem_tensor(8 * _columns(c), Float32)
+    slot = Int32(0)
+    for entry in range(warp, entries, c.warps):
+        start, end = Int32(entry), Int32(entry + 1)
+        if cutlass.const_expr(c.grouped):
+            start, end = Int32(table[1][entry]), Int32(table[2][entry])
+        for begin in range(start, end, c.strip if c.grouped else 1):
+            acc.fill(0.0)
+            for step in cutlass.range_constexpr(layout.steps):
+                if cutlass.const_expr((step + c.flight) % layout.steps == 0):
+                    ahead, ahead_begin = _next(c, table, ahead, ahead_begin, entries, c.warps)
+                    codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
+                free = Int32(select_(slot == 0, Int32(c.flight), slot - 1))  # what the last step has read
+                at = (codes_at, scales_at, hidden_at)
+                _fetch_w2(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < entries)
+                cute.arch.cp_async_wait_group(c.flight)
+                now = ring + slot * layout.slot + lane * 16
+                _product(c, acc, 0, now, ring + slot * layout.slot + 1536 + lane * 8, list(load_shared(now + 1024)))
+                slot = Int32(select_(slot == c.flight, Int32(0), slot + 1))
+            _gather(c, acc, 8 * _columns(c))
+            _add(c, acc, table, begin, end, sums)
+
+
+@cute.jit
+def _write_sums(c: cutlass.Constexpr, sums: Any, out: Any):
+    """Add the warps' sums in order and store them in bf16. Padded rows have nothing in them and come out as zero."""
+    layout = _second(c)
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    base = block // layout.pieces * 64 + block % layout.pieces * c.strip
+    for place in cutlass.range(thread, out.shape[0] * layout.height, 32 * c.warps, unroll=1):
+        token, m, member = place // layout.height, place % layout.height // c.strip, place % c.strip
+        total = Float32(0.0)
+        for warp in cutlass.range_constexpr(c.warps):
+            total = total + sums[warp * (c.rows * layout.height) + (token * c.strip + member) * 8 + m]
+        out[token, base + 8 * m + member] = total.to(BFloat16)
+
+
+def _memory_w2(c: Any) -> tuple:
+    """Address of the ring, the table, all sums (set to zero)."""
+    layout, allocator = _second(c), SmemAllocator()
+    ring = allocator.allocate(c.warps * layout.ring, byte_alignment=128)
+
+    def numbers(dtype: Any, count: int) -> Any:
+        return allocator.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
+
+    pairs = c.rows * c.top_k
+    kinds = ((Int32, c.entries),) * 3 + ((Float32, pairs), (Int32, pairs)) if c.grouped else ((Int32, pairs), (Float32, pairs))
+    table = tuple(numbers(*kind) for kind in kinds)
+    sums = numbers(Float32, c.warps * c.rows * layout.height)
+    clear(sums, c.warps * c.rows * layout.height, 32 * c.warps, 1)
+    return ring.toint(), table, sums
+
+
+@cute.jit
+def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, routes: Any, factors: Any, entries: Any, out: Any):
+    ring, table, sums = _memory_w2(c)
+    _list_entries(c, routes, factors, entries, table)
+    cute.arch.sync_threads()
+    own = sums.iterator.toint() + cute.arch.warp_idx() * (c.rows * _second(c).height * 4)
+    if cute.arch.warp_idx() < entries:
+        _stream_w2(c, *weights, hidden, table, entries, ring, own)
+    cute.arch.sync_threads()
+    _write_sums(c, sums, out)
+
+
+@cute.kernel
+def _w2_packed(
+    codes: Static,
+    scales: Static,
+    hidden: Dynamic,
+    ids: Dynamic,
+    weights: Dynamic,
+    num_tokens: Dynamic,
+    out: Output,
+    c: cutlass.Constexpr,
+):
+    release_dependents()
+    token = dependency_wait()
+    static = (codes.early(), scales.early())
+    entries = num_tokens.after(token)[0] * c.top_k
+    _w2(c, static, hidden.after(token), (ids.after(token),), weights.after(token), entries, out.after(token))
+
+
+@cute.kernel
+def _w2_packed_grouped(
+    codes: Static,
+    scales: Static,
+    hidden: Dynamic,
+    offsets: Dynamic,
+    pairs: Dynamic,
+    active: Dynamic,
+    num_active: Dynamic,
+    weights: Dynamic,
+    out: Output,
+    c: cutlass.Constexpr,
+):
+    release_dependents()
+    token = dependency_wait()
+    static = (codes.early(), scales.early())
+    routes = (offsets.after(token), pairs.after(token), active.after(token))
+    entries = num_active.after(token)[0]
+    _w2(c, static, hidden.after(token), routes, weights.after(token), entries, out.after(token))
+
+
+# -- entries ----------------------------------------
+
+
+def _launch(kernel: Any, grid: int, warps: int, stream: Any) -> None:
+    block, shape = [32 * warps, 1, 1], [grid, 1, 1]
+    kernel.launch(grid=shape, block=block, min_blocks_per_mp=1, preferred_smem_carveout=100, stream=stream, use_pdl=True)
+
+
+def mxfp4_w13_packed(config, codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, stream):
+    """See the module head."""
+    kernel = _w13_packed(codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, config)
+    _launch(kernel, config.grid, config.split, stream)
+
+
+def mxfp4_w2_packed(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
+    """See the module head."""
+    kernel = _w2_packed(codes, scales, hidden, ids, weights, num_tokens, out, config)
+    _launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
+
+
+def mxfp4_w13_packed_grouped(config, codes, scales, z, offsets, pairs, active, num_active, hidden, stream):
+    """See the module head."""
+    kernel = _w13_packed_grouped(codes, scales, z, offsets, pairs, active, num_active, hidden, config)
+    _launch(kernel, config.grid, config.split, stream)
+
+
+def mxfp4_w2_packed_grouped(config, codes, scales, hidden, offsets, pairs, active, num_active, weights, out, stream):
+    """See the module head."""
+    kernel = _w2_packed_grouped(codes, scales, hidden, offsets, pairs, active, num_active, weights, out, config)
+    _launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
