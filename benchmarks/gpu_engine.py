@@ -428,6 +428,7 @@ def specs(options: argparse.Namespace, folder: Path, longest: int, most: int) ->
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        **rank_slice.NO_MULTICAST,
     }
     if output_of(sys.executable, "-c", "import importlib.util as u; print(u.find_spec('flashinfer') is not None)") == "False":
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

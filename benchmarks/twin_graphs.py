@@ -32,6 +32,8 @@ def fast_of(worker: Any) -> Any:
 
 def make(worker: Any) -> int:
     """Capture stock's graphs; the fast ones stay in force. The number of graphs of each set. A collective of all ranks."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
     from vllm.model_executor.models.kimi_k3_fast import guard
     from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
     from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
@@ -44,7 +46,12 @@ def make(worker: Any) -> int:
         return 0
     theirs = (None, (Refusal(Reason.MODE_OFF, WHY),))
     plans = dict(guard.current()._plans)
+    workspace = current_workspace_manager()
+    held = list(workspace._current_workspaces)
+    workspace.unlock()  # stock's decode steps may want a buffer that none before them has made; `capture_model` locks again
     stock = cuda_shadow.stock_graphs(manager, fast, runner.capture_model)
+    if any(new is not old for new, old in zip(workspace._current_workspaces, held, strict=True)):
+        raise RuntimeError("expected stock's scratch to stay where captured graphs read it, found it moved: profile more tokens")
     twins = {"fast": (manager.graphs, plans), "stock": (stock, dict.fromkeys(plans, theirs))}
     worker.k3_twins = twins
     return len(stock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -79,6 +80,43 @@ def test_weights_are_the_checkpoint_and_the_same_every_time() -> None:
     name = "model.layers.1.block_sparse_moe.experts.{}.w1.weight_packed"
     assert not torch.equal(made[name.format(0)], made[name.format(1)])
     assert made["model.layers.1.block_sparse_moe.gate.weight"].float().std() == pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize(("rank", "ranks", "padding"), [(0, 1, 0), (1, 2, 0), (1, 2, 32)])
+def test_experts_loaded_whole_are_those_loaded_one_by_one(rank: int, ranks: int, padding: int) -> None:
+    """By stock's own loader, with and without rows that it pads."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    experts, width, latent = 4, 64, 128
+    held = width // ranks + padding
+    routed = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(routed)
+    routed.quant_config, routed.quant_method, routed._fused_shared_expert_quantizer = None, SimpleNamespace(), None
+    routed._map_global_expert_id_to_local_expert_id = lambda expert: expert
+    parallel = SimpleNamespace(tp_size=ranks)
+    routed.moe_config = SimpleNamespace(
+        tp_rank=rank, tp_shard_with_padding=False, is_act_and_mul=True, moe_parallel_config=parallel, num_logical_experts=experts
+    )
+    shapes = {"w13": (2 * held, latent), "w2": (latent, held)}
+    parameters = {}
+    for (matrix, (rows, columns)), (kind, share) in itertools.product(shapes.items(), {"": 2, "_scale": 32}.items()):
+        made = torch.nn.Parameter(torch.zeros(experts, rows, columns // share, dtype=torch.uint8), requires_grad=False)
+        made.weight_loader = Mxfp4MoEMethod.get_scale_weight_loader(routed.weight_loader) if kind else routed.weight_loader
+        made.quant_method = "block"
+        parameters[f"model.layers.1.block_sparse_moe.experts.routed_experts.{matrix}_weight{kind}"] = made
+    whole = rank_slice.WholeExperts(SimpleNamespace(named_parameters=parameters.items))
+    for matrix, kind in itertools.product(("w1", "w2", "w3"), ("packed", "scale")):
+        rows, columns = (latent, width) if matrix == "w2" else (width, latent)
+        piece = torch.randint(0, 255, (experts, rows, columns // (2 if kind == "packed" else 32)), dtype=torch.uint8)
+        assert whole(f"model.layers.1.block_sparse_moe.experts.0.{matrix}.weight_{kind}", piece)
+        target = f"{'w2' if matrix == 'w2' else 'w13'}_weight{'_scale' if kind == 'scale' else ''}"
+        ((name, loaded),) = ((n, p) for n, p in parameters.items() if n.endswith(f".{target}"))
+        before = loaded.data.clone()
+        for expert in range(experts):
+            loaded.weight_loader(loaded, piece[expert], name, shard_id=matrix, expert_id=expert)
+        assert torch.equal(before, loaded.data) and before.any()
+    assert whole.pieces == 6
 
 
 def test_mxfp4_is_of_the_size_of_its_fan_in() -> None:
@@ -299,6 +337,8 @@ def test_the_guard_is_told_whose_graphs_are_in_force(monkeypatch: pytest.MonkeyP
     runner = SimpleNamespace(model=SimpleNamespace(fast=fast), cudagraph_manager=manager)
     runner.capture_model = lambda: manager.graphs.update({"4": "stock graph"})
     worker = SimpleNamespace(model_runner=runner)
+    scratch = SimpleNamespace(_current_workspaces=["kept"], unlock=lambda: None)
+    monkeypatch.setattr("vllm.v1.worker.workspace.current_workspace_manager", lambda: scratch)
 
     def replay() -> str:
         facts = BatchFacts("full", 4, 4, 4, 4, True, ("a", "b", "c", "d"), 4)

@@ -58,6 +58,7 @@ def environment(folder: Path) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        **rank_slice.NO_MULTICAST,
         "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def compile_missing(specs: Iterable[build.KernelSpec], arch: str, say: Callable[
     missing = _missing(specs, arch)
     if not missing:
         return 0
+    random.Random(os.getpid()).shuffle(missing)  # the ranks of a host begin with different kernels, and meet at few locks
     jobs = max(1, min(int(os.environ.get("K3FAST_JOBS", os.cpu_count() or 1)), len(missing)))
     say(
         f"compiling {len(missing)} kernels for {arch} in {jobs} processes; the next start finds them in {build.store.folders[-1]}"

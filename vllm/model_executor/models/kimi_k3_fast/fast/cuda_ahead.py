@@ -26,6 +26,7 @@ from .cuda_executor import Caches, Executor
 from .cuda_views import HEAD, Dense, Kda, Layer, Mix, Mla, Model, Moe, Prepared
 
 LATENT_ROW = 576
+LEAST_WIDTH = 256  # stock pads a rank's experts to it where a model is divided
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -53,6 +54,8 @@ def model_of(c: K3Config, ranks: int) -> Model:
     d, mix = c.hidden_size, Mix(f32(c.hidden_size), bf16(c.hidden_size))
     rank, latent, experts = c.q_lora_rank, c.latent_size, c.num_experts
     width, shared = c.moe_intermediate_size // ranks, c.num_shared_experts * c.moe_intermediate_size // ranks
+    if ranks > 1:
+        width = max(width, LEAST_WIDTH)
 
     def attention(i: int) -> Kda | Mla:
         if c.is_kda(i):
