@@ -11,6 +11,8 @@ four chains; a matmul that is not named keeps its default. A letter sets a field
 every tile of rows. `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f), splits (s), e1 for weights
 that leave L2 first and h1 for a rehearsal of the loop. Below a result stands how much later than all before it each kernel
 of a layer ends: what it costs the chain.
+`--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
+cuts of theirs: "default;strip=4 flight=3" names fields of the tactic.
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
 """
 
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.ops.ahead import compile_all
 from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE, ring_tactic
 
@@ -164,13 +167,32 @@ def cut_by_letters(op: Any, config: Any, text: str, arch: str) -> Any:
     return config
 
 
+def routed(s: Slice, batch: int, layout: str, cut: str, arch: str, compiled: bool = True) -> experts.Plan:
+    """The plan of the experts, with the fields of its tactic that `cut` names."""
+    config = experts.Config(batch, width=s.width, layout=layout)
+    fields = fields_of(cut)
+    tactic = replace(experts.chosen_tactic(config, arch), **fields) if fields else None
+    return experts.plan(config, arch, tactic, compiled)
+
+
+def fields_of(cut: str) -> dict[str, int]:
+    return {name: int(value) for name, value in (word.split("=") for word in cut.split() if word != "default")}
+
+
+def fits(layout: str, cut: str) -> bool:
+    """Whether the tactics of this layout have such fields."""
+    return fields_of(cut).keys() <= asdict(experts.PACKED if layout == "humming" else experts.PAIRS).keys()
+
+
 OPS = {"in_proj": projection, "o_proj": projection, "front": moe_front, "tail": moe_tail}
 
 
 class Chain:
     """The chain of one slice and batch: plans, buffers and per-layer state, made once."""
 
-    def __init__(self, s: Slice, batch: int, weights: list[dict[str, Any]], arch: str, tactic: str) -> None:
+    def __init__(
+        self, s: Slice, batch: int, weights: list[dict[str, Any]], arch: str, tactic: str, experts_plan: experts.Plan
+    ) -> None:
         self.weights, self.batch = weights, batch
         inner, columns = s.heads * HEAD, kda.columns(s.heads)
         bf16 = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16, device="cuda")  # noqa: E731
@@ -186,7 +208,7 @@ class Chain:
         matmul = {n: OPS[n].plan(cut(n, c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
         self.in_proj, self.o_proj, self.front, self.tail = (matmul[n] for n in ("in_proj", "o_proj", "front", "tail"))
         self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
-        self.experts = experts.plan(experts.Config(batch, width=s.width), arch)
+        self.experts, self.width = experts_plan, s.width
         self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch, grouped=self.experts.tactic.grouped), arch)
         self.routing, self.choose = self._routing(batch)
         pairs = batch * TOP_K
@@ -249,8 +271,7 @@ class Chain:
         w = self.weights[0]
         dense = sum(w[n].numel() * 2 for n in ("in_proj", "f_b", "o_proj", "router", "down", "gate_up", "up", "shared_down"))
         distinct = int(torch.unique(self.routing.ids).numel())
-        e = w["experts"]
-        per_expert = sum(t[0].numel() for t in (e.w13, e.s13, e.w2, e.s2))
+        per_expert = 3 * self.width * (LATENT // 2 + LATENT // 32)
         return dense + distinct * per_expert + 2 * self.state[0][1:].numel() * 4
 
 
@@ -306,12 +327,13 @@ def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str
     return [(name, total / (len(rows) / launches - 1)) for name, total in zip(short, ends, strict=True)]
 
 
-def specs_of(s: Slice, batch: int, tactics: list[str], arch: str) -> list[build.KernelSpec]:
-    """Every kernel of a chain."""
+def specs_of(s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]]) -> list[build.KernelSpec]:
+    """Every kernel of a chain. routings: layouts of the experts with cuts of their tactics."""
     found = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
-    routed = experts.plan(experts.Config(batch, width=s.width), arch, compiled=False)
-    found += [attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch).spec, *routed.specs]
-    found += [moe_front.topk_spec(moe_front.TopkConfig(batch, grouped=routed.tactic.grouped))]
+    for layout, text in routings:
+        plan = routed(s, batch, layout, text, arch, compiled=False)
+        found += [*plan.specs, moe_front.topk_spec(moe_front.TopkConfig(batch, grouped=plan.tactic.grouped))]
+    found += [attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch).spec]
     return [*found, kda.plan(kda.Config(s.heads, batch, kda.columns(s.heads)), arch, load=False).spec]
 
 
@@ -354,21 +376,29 @@ def main() -> None:
     parser.add_argument("--tactics", default="default", help="descriptions of the matmuls' tactic, separated by semicolons")
     parser.add_argument("--compile", metavar="ARCH", help="compile the matmuls for this architecture and stop; needs no GPU")
     parser.add_argument("--tables", type=Path, help="folder of the ops, whose tactics.json take the fastest tactics")
+    parser.add_argument("--layout", default="raw", help="layouts of the experts: raw,humming")
+    parser.add_argument("--experts", default="default", help="cuts of the experts' tactic, separated by semicolons")
     parser.add_argument("--commit")
     options = parser.parse_args()
+    routings = [
+        (layout, text) for layout in options.layout.split(",") for text in options.experts.split(";") if fits(layout, text)
+    ]
     tactics = [text.strip() for text in options.tactics.split(";")]
     cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
     arch = options.compile or build.device_arch()
-    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch)), arch)
+    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch, routings)), arch)
     if options.compile:
         return
     results = []
     peak = COPY_BYTES_PER_SECOND.get(torch.cuda.get_device_name())
     for full_tp in map(int, options.slices.split(",")):
         s = Slice(full_tp)
-        weights = [layer_weights(s) for _ in range(LAYERS)]
-        for batch, tactic in [(int(b), t) for b in options.batches.split(",") for t in tactics]:
-            chain = Chain(s, batch, weights, arch, tactic)
+        weights = {"raw": [layer_weights(s) for _ in range(LAYERS)]}
+        if "humming" in options.layout:
+            weights["humming"] = [{**w, "experts": humming.pack(w["experts"])} for w in weights["raw"]]
+        cuts = [(int(b), t, routing) for b in options.batches.split(",") for t in tactics for routing in routings]
+        for batch, tactic, (layout, text) in cuts:
+            chain = Chain(s, batch, weights[layout], arch, tactic, routed(s, batch, layout, text, arch))
             us, graph = measure(chain)
             rows = kernels(graph)
             launches = len(rows) / (2 * LAYERS)
@@ -380,6 +410,8 @@ def main() -> None:
                     "slice": f"TP{full_tp}",
                     "batch": batch,
                     "tactic": tactic,
+                    "layout": layout,
+                    "experts": str(chain.experts.tactic),
                     "us": us,
                     "launches": launches,
                     "bytes": moved,
@@ -396,7 +428,7 @@ def main() -> None:
             if options.timeline:
                 options.timeline.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{start:.1f} {us:.1f} {name[:120]}\n" for start, us, name in rows)
-                case = f"tp{full_tp}_b{batch}_{tactic.replace(' ', '-')}"[:100]
+                case = f"tp{full_tp}_b{batch}_{layout}_{tactic.replace(' ', '-')}"[:100]
                 (options.timeline / f"{case}.txt").write_text(text)
         del weights
         torch.cuda.empty_cache()

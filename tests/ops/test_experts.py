@@ -11,7 +11,7 @@ import torch
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
-from vllm.model_executor.models.kimi_k3_fast.ops.experts import reference, torch_form
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming, reference, torch_form
 from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
@@ -274,11 +274,29 @@ def poisoned(config: op.Config) -> tuple[op.Scratch, torch.Tensor]:
     return op.Scratch(buffer(config.pairs, config.width)), buffer(config.tokens, config.hidden)
 
 
-def check(config: op.Config, tactic: op.Tactic, weights: torch_form.Weights, z: torch.Tensor, routing: op.Routing) -> None:
+EVERY = [*SCHEDULES, op.PACKED, op.PACKED_GROUPED]
+
+
+def prepared(
+    config: op.Config, tactic: op.Tactic | op.PackedTactic, weights: torch_form.Weights
+) -> tuple[op.Plan, torch_form.Weights]:
+    """The plan of a tactic, and the weights in the layout that it reads."""
+    packed = isinstance(tactic, op.PackedTactic)
+    config = replace(config, layout=op.HUMMING if packed else op.RAW)
+    return op.plan(config, build.device_arch(), op.fitted(config, tactic)), humming.pack(weights) if packed else weights
+
+
+def check(
+    config: op.Config,
+    tactic: op.Tactic | op.PackedTactic,
+    weights: torch_form.Weights,
+    z: torch.Tensor,
+    routing: op.Routing,
+) -> None:
     """The kernels' error against float64 is at most twice plain PyTorch's own; padded rows come out as zero."""
-    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    plan, held = prepared(config, tactic, weights)
     scratch, out = poisoned(config)
-    op.run(plan, weights, z, routing, scratch, out)
+    op.run(plan, held, z, routing, scratch, out)
     live = int(routing.num_tokens)
     assert torch.equal(out[live:], torch.zeros_like(out[live:]))
     if live == 0:
@@ -303,11 +321,13 @@ GPU_SHAPES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 33, 64])
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda c: f"L{c.hidden}I{c.width}")
-def test_gpu_error_is_within_twice_pytorchs(shape: op.Config, tokens: int, tactic: op.Tactic) -> None:
+def test_gpu_error_is_within_twice_pytorchs(shape: op.Config, tokens: int, tactic: op.Tactic | op.PackedTactic) -> None:
     config = replace(shape, tokens=tokens)
+    if isinstance(tactic, op.PackedTactic) and config.width % 64:
+        config = replace(config, width=128)
     check(config, tactic, make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda"))
 
 
@@ -317,14 +337,14 @@ def test_gpu_error_is_within_twice_pytorchs(shape: op.Config, tokens: int, tacti
 def test_gpu_every_tactic_computes_the_same_thing(tokens: int, width: int) -> None:
     config = op.Config(tokens=tokens, width=width, experts=40)
     weights, z, routing = make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda")
-    for tactic in op.tactics(config):
+    for tactic in (*op.tactics(config), *op.tactics(replace(config, layout=op.HUMMING))):
         check(config, tactic, weights, z, routing)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_gpu_padded_rows_are_zero_and_touch_nothing(num_tokens: int, tactic: op.Tactic) -> None:
+def test_gpu_padded_rows_are_zero_and_touch_nothing(num_tokens: int, tactic: op.Tactic | op.PackedTactic) -> None:
     config = replace(op.SMALL, tokens=8)
     routing = make_routing(config, "cuda", num_tokens=num_tokens)
     routing.ids[num_tokens:] = -1
@@ -332,8 +352,8 @@ def test_gpu_padded_rows_are_zero_and_touch_nothing(num_tokens: int, tactic: op.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
-def test_gpu_all_tokens_may_meet_in_the_same_experts(tactic: op.Tactic) -> None:
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
+def test_gpu_all_tokens_may_meet_in_the_same_experts(tactic: op.Tactic | op.PackedTactic) -> None:
     config = replace(op.SMALL, tokens=64)
     check(
         config,
@@ -345,38 +365,38 @@ def test_gpu_all_tokens_may_meet_in_the_same_experts(tactic: op.Tactic) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
 @pytest.mark.parametrize("scales", [(1, 4), (100, 129), (60, 129)])
-def test_gpu_extreme_scales_are_exact(scales: tuple[int, int], tactic: op.Tactic) -> None:
+def test_gpu_extreme_scales_are_exact(scales: tuple[int, int], tactic: op.Tactic | op.PackedTactic) -> None:
     config = replace(op.SMALL, tokens=4)
     check(config, tactic, make_weights(config, "cuda", scales=scales), make_input(config, "cuda"), make_routing(config, "cuda"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
-def test_gpu_a_nan_scale_makes_its_rows_not_finite_and_no_others(tactic: op.Tactic) -> None:
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
+def test_gpu_a_nan_scale_makes_its_rows_not_finite_and_no_others(tactic: op.Tactic | op.PackedTactic) -> None:
     config = replace(op.SMALL, tokens=2)
     weights, z, routing = make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda")
     expert = int(routing.ids[0, 1])
     weights.s2[expert, 5] = 255
-    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    plan, held = prepared(config, tactic, weights)
     scratch, out = poisoned(config)
-    op.run(plan, weights, z, routing, scratch, out)
+    op.run(plan, held, z, routing, scratch, out)
     assert not torch.isfinite(out[0, 5]) and torch.isfinite(out[0, :5]).all() and torch.isfinite(out[0, 6:]).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
-def test_gpu_a_captured_graph_follows_new_inputs_and_repeats_bits(tactic: op.Tactic) -> None:
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
+def test_gpu_a_captured_graph_follows_new_inputs_and_repeats_bits(tactic: op.Tactic | op.PackedTactic) -> None:
     config = replace(op.SMALL, tokens=8)
     weights, z = make_weights(config, "cuda"), make_input(config, "cuda")
     routing = make_routing(config, "cuda")
-    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    plan, held = prepared(config, tactic, weights)
     scratch, out = poisoned(config)
-    op.run(plan, weights, z, routing, scratch, out)
+    op.run(plan, held, z, routing, scratch, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.run(plan, weights, z, routing, scratch, out)
+        op.run(plan, held, z, routing, scratch, out)
     for seed in (1, 2, 3):
         fresh, tokens = make_routing(config, "cuda", seed=seed, num_tokens=8 - seed), make_input(config, "cuda", seed=seed)
         for name in ("ids", "weights", "num_tokens", "offsets", "pairs", "active", "num_active"):
@@ -390,7 +410,7 @@ def test_gpu_a_captured_graph_follows_new_inputs_and_repeats_bits(tactic: op.Tac
             results.append(out.clone())
         assert torch.equal(*results)
         eager_scratch, eager = poisoned(config)
-        op.run(plan, weights, z, routing, eager_scratch, eager)
+        op.run(plan, held, z, routing, eager_scratch, eager)
         assert torch.equal(results[0], eager)
         exact = reference.experts(config, weights, z, routing)
         assert torch.isfinite(results[0]).all()
@@ -399,23 +419,23 @@ def test_gpu_a_captured_graph_follows_new_inputs_and_repeats_bits(tactic: op.Tac
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("magnitude", [1e-2, 1e5, 1e30])
-@pytest.mark.parametrize("tokens", [3, 12])
-def test_gpu_inputs_far_outside_fp16_keep_their_precision(tokens: int, magnitude: float) -> None:
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
+def test_gpu_inputs_far_outside_fp16_keep_their_precision(tactic: op.Tactic | op.PackedTactic, magnitude: float) -> None:
     """The kernels multiply in fp16; every row of z comes with a power of two of its own."""
-    config = replace(op.SMALL, tokens=tokens)
+    config = replace(op.SMALL, tokens=12 if tactic.grouped else 3)
     z = (make_input(config, "cuda").double() * magnitude).bfloat16()
-    check(config, op.PAIRS if tokens <= 8 else op.GROUPED, make_weights(config, "cuda"), z, make_routing(config, "cuda"))
+    check(config, tactic, make_weights(config, "cuda"), z, make_routing(config, "cuda"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tactic", SCHEDULES, ids=str)
-def test_gpu_kernels_wait_for_a_producer_that_is_late(tactic: op.Tactic) -> None:
+@pytest.mark.parametrize("tactic", EVERY, ids=str)
+def test_gpu_kernels_wait_for_a_producer_that_is_late(tactic: op.Tactic | op.PackedTactic) -> None:
     """Inputs are poisoned until a kernel in front has spun for a while: what is read too early shows."""
     config = replace(op.SMALL, tokens=8)
     weights, z, routing = make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda")
-    plan = op.plan(config, build.device_arch(), op.fitted(config, tactic))
+    plan, held = prepared(config, tactic, weights)
     scratch, wanted = poisoned(config)
-    op.run(plan, weights, z, routing, scratch, wanted)
+    op.run(plan, held, z, routing, scratch, wanted)
     names = ("ids", "weights", "num_tokens", "offsets", "pairs", "active", "num_active")
     good = {name: getattr(routing, name).clone() for name in names}
     right, (scratch, out) = z.clone(), poisoned(config)
@@ -427,5 +447,5 @@ def test_gpu_kernels_wait_for_a_producer_that_is_late(tactic: op.Tactic) -> None
     for name in names:
         getattr(routing, name).copy_(good[name])
     z.copy_(right)
-    op.run(plan, weights, z, routing, scratch, out)
+    op.run(plan, held, z, routing, scratch, out)
     assert torch.equal(out, wanted)

@@ -13,8 +13,10 @@ from test_experts import make_input, make_routing, make_weights
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming, reference, torch_form
+from vllm.model_executor.models.kimi_k3_fast.ops.experts.layout import PackedFirst
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import GROUP, Weights
 from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
+from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 TENSORS = ("w13", "s13", "w2", "s2")
 
@@ -90,6 +92,35 @@ def test_the_compiled_kernels_compute_the_reference(
     assert (out[live:] == 0).all()
     ours, theirs = ((x[:live].double() - exact[:live]).abs().max() for x in (out, plain))
     assert ours <= 2 * theirs, (float(ours), float(theirs))
+
+
+@pytest.mark.parametrize("tactic", [op.PACKED, op.PACKED_GROUPED], ids=str)
+@pytest.mark.parametrize("width", [64, 192])
+def test_the_kernels_compile(
+    findings: Callable[[build.KernelSpec, str], list[str]], arch: str, tactic: op.PackedTactic, width: int
+) -> None:
+    config = replace(op.SMALL, width=width, layout=op.HUMMING)
+    for spec in op.plan(config, arch, tactic, compiled=False).specs:
+        assert not findings(spec, arch), spec
+
+
+@pytest.mark.parametrize("width", [3072, 768, 384, 192])
+@pytest.mark.parametrize("tokens", op.SERVED_TOKENS)
+def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None:
+    config = op.Config(tokens=tokens, width=width, layout=op.HUMMING)
+    assert op.unavailable_reason(config, "sm_90a") is None
+    for tactic in (op.default_tactic(config), *op.tactics(config)):
+        assert op.fitted(config, tactic) == tactic
+        first = PackedFirst(config.hidden, width, tactic.strip, tactic.split, tactic.flight, tactic.grouped)
+        assert first.steps * first.pieces * tactic.split * GROUP == config.hidden and first.finishers <= tactic.split
+        assert tactic.flight >= 2 and tactic.depth >= 2 and width % (8 // tactic.below * GROUP) == 0
+
+
+@pytest.mark.parametrize(("change", "words"), [({"width": 96}, "expert width"), ({"hidden": 384}, "latent width")])
+def test_a_shape_that_stock_pads_within_is_refused(change: dict[str, int], words: str) -> None:
+    """Gate and up rows must be whole blocks of 64, and w2's rows be all there is."""
+    refusal = op.unavailable_reason(replace(op.Config(tokens=8, layout=op.HUMMING), **change), "sm_90a")
+    assert refusal is not None and refusal.reason is Reason.OP_SHAPE and words in refusal.detail
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------------------

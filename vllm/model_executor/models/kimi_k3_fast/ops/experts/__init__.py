@@ -25,6 +25,7 @@ Scale codes 1 to 254 are exact, 0 counts as a factor of zero (2^-127), 255 (NaN)
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -394,7 +395,7 @@ def tactics(config: Config) -> list[Tactic] | list[PackedTactic]:
         cuts = [replace(_packed(config), **cut) for cut in PACKED_CUTS] if config.tokens <= COLUMNS else []
         if config.tokens >= COLUMNS // 2:
             cuts += [replace(PACKED_GROUPED, **cut) for cut in PACKED_GROUPED_CUTS]
-        return [t for t in dict.fromkeys(_fitted_packed(config, cut) for cut in cuts) if t.flight and t.depth]
+        return [t for t in dict.fromkeys(_fitted_packed(config, cut) for cut in cuts) if min(t.flight, t.depth) > 1]
     wanted = [replace(PAIRS, **cut) for cut in PAIRS_CUTS] if config.tokens <= COLUMNS else []
     if config.tokens >= COLUMNS // 2:
         wanted += [replace(_grouped(config), **cut) for cut in GROUPED_CUTS]
@@ -522,9 +523,11 @@ def specs() -> list[KernelSpec]:
     """The served shapes (TP8 and TP16) with the tactics of every architecture, and the small shapes of the tests."""
     small = [SMALL, replace(SMALL, width=96, top_k=2), replace(SMALL, tokens=16)]
     found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
-    for width in (384, 192):
+    packed = [replace(SMALL, layout=HUMMING), replace(SMALL, tokens=16, width=128, layout=HUMMING)]
+    found += [spec for c in packed for tactic in (PACKED, PACKED_GROUPED) for spec in specs_for(c, fitted(c, tactic))]
+    for width, layout in itertools.product((384, 192), (RAW, HUMMING)):
         for tokens in SERVED_TOKENS:
-            config = Config(tokens=tokens, width=width)
+            config = Config(tokens=tokens, width=width, layout=layout)
             for tactic in dict.fromkeys(chosen_tactic(config, arch) for arch in ARCHS):
                 found += specs_for(config, tactic)
     return list(dict.fromkeys(found))
