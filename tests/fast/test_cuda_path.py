@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import json
 from types import SimpleNamespace as Module
 
 import numpy as np
@@ -12,14 +14,16 @@ from cuda_fakes import BF16, caches, replace_kernels, step_tensors, stock, weigh
 
 import vllm.model_executor.models.kimi_k3_fast as package
 from vllm.model_executor.models.kimi_k3_fast import guard as guards
-from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor, metadata
+from vllm.model_executor.models.kimi_k3_fast.comm import Box, PeerLost
+from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
+from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor, cuda_path, metadata
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_path import CudaPath, FastPathRequired, caches_of, check_caches
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import KeptExperts
 from vllm.model_executor.models.kimi_k3_fast.fast.plan import StepKey
 from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 from vllm.model_executor.models.kimi_k3_fast.scope import Deployment
-from vllm.model_executor.models.kimi_k3_fast.settings import Settings
+from vllm.model_executor.models.kimi_k3_fast.settings import Events, Settings
 
 HOPPER = Deployment(
     platform="cuda", device_arch="sm_90a", attention_heads=2, kda_heads=2, runner="v2", cudagraph="full_and_piecewise"
@@ -344,3 +348,45 @@ def test_the_guard_watches_engines_whose_steps_it_sees(monkeypatch, architecture
         use_v2_model_runner=runner,
     )
     assert package._watches(config) is watched
+
+
+def lost(rank: int) -> Box:
+    """A mailbox whose health word says that this rank did not answer."""
+    box = Box(0, Layout(2, 64), torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(2))
+    box.memory[0] = 1 + rank
+    return box
+
+
+@pytest.mark.parametrize("policy", ["quarantine", "report", "stop"])
+def test_a_lost_peer_ends_the_engine_with_the_first_result_that_is_nan(monkeypatch, tmp_path, policy):
+    """The thread that hands out results raises, in the executor's hands, though no step follows; other NaN ends requests only."""
+    replace_kernels(monkeypatch)
+    settings = Settings(allow_unvalidated=True, policy=policy, events=Events(path=str(tmp_path / "events.jsonl")))
+    path, model = make(settings, mailbox=lambda words: pytest.fail("one rank needs none"), ranks=1)
+    bind(path, model)
+    watching = guards.current()
+    watching.post(Reason.NON_FINITE, {"request": "r0"})
+    path._box = lost(1)
+    path._box.memory[0] = 0
+    watching.post(Reason.NON_FINITE, {"request": "r0"})
+    path._box = lost(1)
+    with concurrent.futures.ThreadPoolExecutor(1) as other_thread, pytest.raises(PeerLost, match="Rank 1"):
+        other_thread.submit(watching.post, Reason.NON_FINITE, {"request": "r0"}).result()
+    written = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    assert [event["where"]["peer"] for event in written if event.get("reason") == "peer_lost"] == [1], "said once, in the file"
+    with pytest.raises(PeerLost, match="Rank 1"):
+        watching.post(Reason.NON_FINITE, {"request": "r1"})
+
+
+def test_a_rank_that_gives_no_results_sees_the_lost_peer_within_some_steps(monkeypatch):
+    replace_kernels(monkeypatch)
+    path, model = make()
+    bind(path, model)
+    capture(path, model)
+    path._box = lost(1)
+    with pytest.raises(PeerLost, match="Rank 1"):
+        for _ in range(100):
+            dispatch("full", 4, 4)
+            path.record(StepKey(4, 4, 4, 0, 1, path.generation, "full"))
+    assert guards.current().step == cuda_path.HEALTH_EVERY
+    assert guards.current().report()["violations"]["by_reason"] == {"peer_lost": 1}

@@ -325,6 +325,13 @@ class Reason(enum.Enum):
         "(closer ones are both right, and the paths are compared behind one choice).",
         "Replay the saved step with `k3fast replay-step FILE`.",
     )
+    PEER_LOST = Explained(
+        "peer_lost",
+        Level.VIOLATION,
+        "A rank did not answer in a mailbox within the bound: it died or stood still. What the others computed since is NaN, and "
+        "the engine ends.",
+        "Restart the server; the named rank's log says why it was late. `exchange` `stock` waits without a bound.",
+    )
     NON_FINITE = Explained(
         "non_finite",
         Level.VIOLATION,

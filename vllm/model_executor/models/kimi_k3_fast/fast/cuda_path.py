@@ -31,6 +31,7 @@ from .plan import Limits, Plan, StepKey, plan
 logger = logging.getLogger(__name__)
 
 BACKEND = "cute"
+HEALTH_EVERY = 16  # steps between two looks at the mailbox' health; each waits for a copy of four bytes
 RECYCLE_STEPS = 1 << 20  # of at most 128 layers: under 2^27 epochs of 2^32
 DISPATCH = Mutation(
     "CudaGraphManager.dispatch",
@@ -74,6 +75,8 @@ class CudaPath:
         self.executor: Executor | None = None
         self.staged: StepKey | None = None
         self._gather, self._mailbox = all_gather, mailbox
+        if mailbox is not None:
+            self.guard.posted = self._after_a_post
         self._box: Box | None = None
         self._bound: Callable[[], Caches] | None = None
         self._turned_away: str | None = None
@@ -244,10 +247,29 @@ class CudaPath:
         same on all ranks. Raises PeerLost, on every rank, where one did not answer."""
         if self._box is None:
             return
-        if self.guard.step % self.guard.policy.agree_every == 0:
-            self._box.health().check()
+        if self.guard.step % HEALTH_EVERY == 0:
+            self._check_peers(self._box)
         if isinstance(self._box, Mailbox) and self.guard.step and self.guard.step % RECYCLE_STEPS == 0:
             self._box.recycle()
+
+    def _after_a_post(self, reason: Reason) -> None:
+        """Logits were not finite, says the thread that hands out a step's result: of a lost peer, or of this one request? Raises
+        PeerLost there, so that the engine ends with the first such step, even if no other ever came."""
+        if reason is Reason.NON_FINITE and self._box is not None:
+            self._check_peers(self._box)
+
+    def _check_peers(self, box: Box) -> None:
+        """Raises PeerLost, told to the guard before: a dead engine answers no report, its event file and log remain."""
+        health = box.health()
+        if health.well:
+            return
+        try:
+            if self.guard.once("a peer is lost"):
+                self.guard.violation(Reason.PEER_LOST, {"peer": health.lost}, f"rank {health.lost} did not answer")
+                self.guard.flush()
+                self.guard.events.drain(1.0)
+        finally:  # the policy `stop` raises an error of its own
+            health.check()
 
     def _ready(self) -> tuple[int, ...]:
         return tuple(self.executor.ready) if self.executor is not None else ()

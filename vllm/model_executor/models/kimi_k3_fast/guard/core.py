@@ -53,6 +53,7 @@ class Guard:
         self._begun = [0, 0]  # standard and fast steps whose writes were announced
         self._said: set[str] = set()
         self._inbox: deque[tuple[Reason, dict[str, Any], str]] = deque()  # from other threads
+        self.posted: Callable[[Reason], None] = lambda reason: None  # told on the thread that posts; may raise to end the engine
         self._clock = clock
         self._lock = threading.RLock()  # between a step's counting and a report's flush
         self._lost = 0  # lines of the event file, as of the last flush
@@ -313,6 +314,7 @@ class Guard:
     def post(self, reason: Reason, where: Mapping[str, Any], detail: str = "") -> None:
         """A violation seen on another thread: recorded with the next step or report."""
         self._inbox.append((reason, dict(where), detail))
+        self.posted(reason)
 
     def _read_inbox(self) -> None:
         while self._inbox:
