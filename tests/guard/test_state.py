@@ -5,7 +5,7 @@ import torch
 
 from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts, Guard, Path, Policy, StateView, WriteSet
 from vllm.model_executor.models.kimi_k3_fast.guard.audit import Audit, digests
-from vllm.model_executor.models.kimi_k3_fast.guard.ledger import STEADY_STEPS
+from vllm.model_executor.models.kimi_k3_fast.guard.ledger import Ledger
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 SLOTS, BLOCK, WIDTH, STATE = 8, 4, 6, 24  # a page is 24 floats: one KDA state, or 4 latent rows of 6
@@ -201,14 +201,49 @@ def test_a_mailbox_epoch_that_goes_back(audited):
     assert (reason, where["buffer"]) == ("write_outside", "tp")
 
 
-def test_in_steady_decoding_a_wrong_slot_is_found_within_a_few_steps(audited):
-    """The same requests and owners step after step: not every step is read, but none stays wrong for long."""
-    _, _, step = audited
-    step(good)
-    wrong = WriteSet(slots={0: [2, 1]}, rows={1: [13, 18]})
-    for _ in range(STEADY_STEPS):
-        report = step(good, wrong)
-    assert report["violations"]["by_reason"]["slot_not_owned"] >= 1
+ONE_DIFFERENCE = {
+    "a slot": (WriteSet(slots={0: [1, 5]}, rows={1: [13, 18]}), ("a", "b"), []),
+    "the slots' order": (WriteSet(slots={0: [2, 1]}, rows={1: [13, 18]}), ("a", "b"), []),
+    "a row": (WriteSet(slots={0: [1, 2]}, rows={1: [13, 21]}), ("a", "b"), []),
+    "a request": (WriteSet(slots={0: [1, 2]}, rows={1: [13, 18]}), ("a", "c"), []),
+    "an owner": (WriteSet(slots={0: [1, 2]}, rows={1: [13, 18]}), ("a", "b"), [("freed", "", [4])]),
+}
+
+
+def steady_steps(changed: str, as_tensors: bool) -> dict:
+    """Equal steps of a and b, their rows moving on inside their blocks, then one that differs in one thing."""
+    guard = Guard()
+    guard.bind_state(1, Caches().views())
+    guard.slots_changed([("allocated", "a", [1, 3]), ("allocated", "b", [2, 4]), ("allocated", "c", [5])])
+
+    def step(writes: WriteSet, requests: tuple[str, ...]) -> None:
+        if as_tensors:
+            slots = {group: torch.tensor(values) for group, values in writes.slots.items()}
+            writes = WriteSet(slots=slots, rows={group: torch.tensor(values) for group, values in writes.rows.items()})
+        guard.open_step(BatchFacts("none", 2, 2, 2, 2, True, requests))
+        guard.close_step(Path.FAST, (), "decode/t2", 2, 2, 2, 0, writes)
+
+    for offset in range(BLOCK):
+        step(WriteSet(slots={0: [1, 2]}, rows={1: [3 * BLOCK + offset, 4 * BLOCK + offset]}), ("a", "b"))
+    assert guard.report()["violations"]["by_reason"] == {}
+    writes, requests, changes = ONE_DIFFERENCE[changed]
+    guard.slots_changed(changes)
+    step(writes, requests)
+    return guard.report()
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("changed", ONE_DIFFERENCE)
+def test_one_difference_between_two_equal_steps_is_seen_at_once(changed, as_tensors):
+    assert set(steady_steps(changed, as_tensors)["violations"]["by_reason"]) == {"slot_not_owned"}
+
+
+def test_in_steady_steps_nobody_is_asked_twice(monkeypatch):
+    asked = []
+    owned = Ledger._owned
+    monkeypatch.setattr(Ledger, "_owned", lambda *args: asked.append(args[1]) or owned(*args))
+    steady_steps("an owner", True)
+    assert asked == [0, 1] * 2, "in the first step, and in the one behind a change"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
 from . import metadata, watch
 from .backend import pick
-from .executor import Executor
-from .plan import Limits, Plan, plan
+from .executor import Executor, StepTensors
+from .plan import Limits, Plan, StepKey, plan
 from .views import Backbone
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,7 @@ class FastPath:
         key = metadata.step_key(rows, input_ids.shape[0], self.generation)
         decided = self._decide(key)
         if isinstance(decided, Plan):
-            tensors = metadata.step_tensors(step, self._groups)
-            hidden = self._run(decided, input_ids, tensors, standard)
-            writes = watch.write_set(tensors, self._groups)
-            self.guard.close_step(Path.FAST, (), decided.key, key.requests, key.tokens, key.tokens, 0, writes)
+            hidden = self._run(decided, input_ids, key, metadata.step_tensors(step, self._groups), standard)
         else:
             written = None
             if self._state and rows is not None:  # the standard path's writes are declared and audited like the fast one's
@@ -103,17 +101,32 @@ class FastPath:
             self.guard.close_step(Path.STANDARD, decided, None, key.requests, key.tokens, decoded, 0, written)
         return hidden
 
-    def _run(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Standard) -> torch.Tensor:
-        """The fast step. Where the guard wants it compared: both paths, then the standard one for good, whichever was right."""
-        assert self._executor is not None
-        if not self.guard.begin_writes():
-            return self._executor.run(planned, input_ids, tensors)
-        both = self._both(planned, input_ids, tensors, standard)
-        inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both)  # noqa: E731
-        watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
-        return standard(0.0)
+    def _run(
+        self, planned: Plan, input_ids: torch.Tensor, key: StepKey, tensors: StepTensors, standard: Standard
+    ) -> torch.Tensor:
+        """The fast step. Where the guard wants it compared: both paths, then the standard one for good, whichever was right.
 
-    def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: Any, standard: Standard) -> watch.Both:
+        A step that is not sampled is recorded before it runs: a wrong slot is seen before it is written, and the guard finds the
+        caches of the processor warm, which a step leaves without any of Python's code.
+        """
+        assert self._executor is not None
+        writes = watch.write_set(tensors, self._groups)
+        close = partial(self.guard.close_step, Path.FAST, (), planned.key, key.requests, key.tokens, key.tokens, 0, writes)
+        compared = self.guard.begin_writes()
+        if not compared and not self.guard.auditing:
+            close()
+            return self._executor.run(planned, input_ids, tensors)
+        if not compared:
+            hidden = self._executor.run(planned, input_ids, tensors)
+        else:
+            both = self._both(planned, input_ids, tensors, standard)
+            inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both)  # noqa: E731
+            watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
+            hidden = standard(0.0)
+        close()
+        return hidden
+
+    def _both(self, planned: Plan, input_ids: torch.Tensor, tensors: StepTensors, standard: Standard) -> watch.Both:
         executor = self._executor
         assert executor is not None
 
@@ -143,7 +156,7 @@ class FastPath:
         writes = watch.write_set(metadata.step_tensors(step, self._groups), self._groups)
         return watch.outcome(hidden, self._state, writes, self.logits) | own
 
-    def _decide(self, key: metadata.StepKey) -> Plan | tuple[Refusal, ...]:
+    def _decide(self, key: StepKey) -> Plan | tuple[Refusal, ...]:
         refused = self.refusals or self.guard.late_refusals
         if refused or self._limits is None:
             return refused

@@ -1,7 +1,8 @@
 """`Guard`: what one process knows about the steps it ran, why, and what went wrong.
 
-The hot calls (`open_step`, `close_step`) only count; everything else (totals, events, log lines) happens when the counts are
-flushed, once a second or when somebody asks. Captured CUDA graphs run no Python: `planned` remembers what was decided at
+A step's calls are few, and find the caches cold: between them the model has run. So `close_step` only checks the step's writes
+and keeps one record; the records are counted and hashed in a row, when they are flushed: once a second, or when somebody asks.
+Totals, events and log lines are made then, too. Captured CUDA graphs run no Python: `planned` remembers what was decided at
 capture, and a dispatched descriptor of that graph closes its own record.
 """
 
@@ -21,8 +22,8 @@ from .agreement import Agreement
 from .events import EventLog
 from .ledger import Finding, Ledger
 from .policy import GuardStop, Policy
-from .records import BatchFacts, GraphKey, Mutation, Path, StateView, WriteSet
-from .totals import SCHEMA, Totals
+from .records import BatchFacts, GraphKey, Mutation, Path, StateView, StepRecord, WriteSet
+from .totals import COUNTS, SCHEMA, Totals
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
 DETAILED_VIOLATIONS = 100  # of one reason; later ones are only counted
-ROWS = 4096  # distinct kinds of step between two flushes
+WAITING_RECORDS = 1024  # at which they are flushed before their second is over
 
 
 class Guard:
@@ -58,12 +59,12 @@ class Guard:
         self._lock = threading.RLock()  # between a step's counting and a report's flush
         self._lost = 0  # lines of the event file, as of the last flush
         self._totals = Totals()
-        self._pending: dict[tuple, list[int]] = {}
+        self._records: deque[StepRecord] = deque()  # closed steps, not counted yet: appending needs no lock
+        self._pending: dict[tuple, tuple[int, list[int]]] = {}  # by kind of step: its signature, and its counts since a flush
         self._details: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._peaks: dict[str, float] = {}
         self._more: dict[str, int] = {}
-        self._signatures: dict[tuple, int] = {}
         self._open: BatchFacts | None = None
         self._plans: dict[GraphKey, tuple[str | None, tuple[Refusal, ...]]] = {}
         self._quarantine: set[str] = set()
@@ -127,7 +128,9 @@ class Guard:
 
     def bind_ranks(self, rank: int, world: int, all_gather: Callable[[list[int]], list[list[int]]]) -> None:
         """Compare decisions over `all_gather` (a host-side collective of equally long lists of integers) from now on."""
-        self.agreement = Agreement(rank, world, all_gather)
+        with self._lock:
+            self._count_records()  # the steps before belong to this rank alone
+            self.agreement = Agreement(rank, world, all_gather)
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
@@ -180,8 +183,9 @@ class Guard:
         spec_width: int,
         write_set: WriteSet | None = None,
     ) -> None:
-        """A step was computed on `path`. `refusals` are all reasons for the standard path; `plan_key` names the plan taken, or
-        the one that was refused; counts are real rows (no padding)."""
+        """A step was computed on `path`, or is about to be where nothing of it is sampled (see `auditing`). `refusals` are all
+        reasons for the standard path; `plan_key` names the plan taken, or the one that was refused; counts are real rows (no
+        padding)."""
         facts, self._open = self._open, None
         if facts is None:
             if self.opens_expected and self.watching:
@@ -189,36 +193,37 @@ class Guard:
                 self.abandon_step()
                 return
             self.step += 1
-        kind = (path, plan_key, facts.mode if facts else "none", spec_width, refusals)
-        with self._lock:
-            counts = self._pending.get(kind)
-            if counts is None:
-                counts = self._new_kind(kind)
-            counts[0] += 1
-            counts[1] += requests
-            counts[2] += tokens
-            counts[3] += decode_tokens
-            if facts is not None:
-                counts[4] += facts.padded_tokens - facts.num_tokens
-            self.agreement.add(self.step, self._signatures[kind] + tokens * 0x9E3779B1 + requests)
+        mode, padding = ("none", 0) if facts is None else (facts.mode, facts.padded_tokens - facts.num_tokens)
+        kind = (path, plan_key, mode, spec_width, refusals)
+        self._records.append(StepRecord(self.step, kind, requests, tokens, decode_tokens, padding))
         if write_set is not None:
             self._check_writes(write_set, facts, plan_key, requests, tokens)
         if path is Path.STANDARD and decode_tokens == tokens and self.policy.mode == "require":
             self._require(refusals, facts)
-        now = time.monotonic()
-        if now >= self._next_flush:
+        if time.monotonic() >= self._next_flush or len(self._records) >= WAITING_RECORDS:
             self.flush()
 
-    def _new_kind(self, kind: tuple) -> list[int]:
-        if len(self._pending) >= ROWS:
-            self.flush()
+    def _count_records(self) -> None:
+        """Count the closed steps by their kind, and hash this rank's decisions, in the order of the steps. Under the lock."""
+        kind: tuple | None = None
+        for _ in range(len(self._records)):
+            record = self._records.popleft()
+            if record.kind != kind:  # rarely: steps of one kind follow each other, and a comparison costs less than a hash
+                kind = record.kind
+                signature, counts = self._pending.get(kind) or self._new_kind(kind)
+            counts[0] += 1
+            counts[1] += record.requests
+            counts[2] += record.tokens
+            counts[3] += record.decode_tokens
+            counts[4] += record.padded_rows
+            self.agreement.add(record.step, signature + record.tokens * 0x9E3779B1 + record.requests)
+
+    def _new_kind(self, kind: tuple) -> tuple[int, list[int]]:
         path, plan_key, mode, width, refusals = kind
-        if len(self._signatures) >= ROWS:
-            self._signatures.clear()
         codes = tuple(sorted({r.reason.code for r in refusals}))
-        self._signatures[kind] = zlib.crc32(repr((path.value, plan_key, mode, width, codes)).encode())
+        signature = zlib.crc32(repr((path.value, plan_key, mode, width, codes)).encode())
         self._details.update({r.reason.code: r.detail for r in refusals if r.detail})
-        return self._pending.setdefault(kind, [0] * 5)
+        return self._pending.setdefault(kind, (signature, [0] * len(COUNTS)))
 
     def _unclosed(self, facts: BatchFacts) -> None:
         self._open = None
@@ -226,7 +231,8 @@ class Guard:
         self.violation(Reason.STEP_UNRECORDED, where, "a dispatched step ended without saying which path it took")
 
     def abandon_step(self) -> None:
-        """Forget the open record and the digests taken for it: the forward raised, or was no step."""
+        """Forget the open record and the digests taken for it: the forward raised, or was no step. A record that was closed ahead
+        stays counted: vLLM's engine does not outlive the exception."""
         self._open = None
         if self._audit is not None:
             self._audit.abandon()
@@ -250,12 +256,19 @@ class Guard:
     def begin_writes(self, path: Path = Path.FAST) -> bool:
         """Call right before a step runs, on every rank. Takes the audit's digests if they are due; True if it is a fast step that
         is to be compared with the standard path (see `shadow`)."""
+        audit, shadow = self.policy.audit_every, self.policy.shadow_every
+        if not (audit or shadow):
+            return False
         fast = path is Path.FAST
         self._begun[fast] += 1
-        audit, shadow = self.policy.audit_every, self.policy.shadow_every
         if audit and self._audit is not None and self._begun[fast] % audit == 0:
             self._audit.begin()
         return fast and bool(shadow) and self._begun[fast] % shadow == 0
+
+    @property
+    def auditing(self) -> bool:
+        """Whether digests were taken for the step that runs: it is closed behind its writes, to be compared with them."""
+        return self._audit is not None and self._audit.begun
 
     def shadow(
         self,
@@ -381,6 +394,8 @@ class Guard:
 
     def agree(self) -> None:
         """Compare the ranks' decisions and take over their quarantines. A collective: every rank calls it at the same step."""
+        with self._lock:
+            self._count_records()
         difference, retired = self.agreement.compare(self.step)
         self.count("agreement_checks")
         for plan_key, code in retired:
@@ -425,14 +440,15 @@ class Guard:
     def _flush(self) -> None:
         for name, count in self.ledger.take_counts():
             self.count(name, count)
+        self._count_records()
         if self._pending:
             rows = [
                 [path.value, key, mode, width, sorted({r.reason.code for r in refusals}), *counts]
-                for (path, key, mode, width, refusals), counts in self._pending.items()
+                for (path, key, mode, width, refusals), (_, counts) in self._pending.items()
             ]
             details, self._details = self._details, {}
             self._pending = {}
-            self._emit("steps", rows=rows, details=details, last_step=self.step)
+            self._emit("steps", rows=rows, details=details, last_step=self.agreement.step)
         if self._counts or self._peaks:
             added, self._counts = self._counts, {}
             peaks, self._peaks = self._peaks, {}

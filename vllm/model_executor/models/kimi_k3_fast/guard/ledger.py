@@ -8,13 +8,15 @@ allocated for; a prefix hit makes a reader, not a writer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..reasons import Reason
 from .records import WriteSet
 
+if TYPE_CHECKING:
+    import torch
+
 NULL_SLOT = 0
-STEADY_STEPS = 8  # of the same requests and owners, of which one is checked
 
 
 class Finding(NamedTuple):
@@ -34,8 +36,7 @@ class Ledger:
         self.followed = False  # nothing is known before the first change arrives
         self._rows_per_slot: dict[int, int] = {}
         self._epochs: dict[str, int] = {}
-        self._checked: tuple | None = None
-        self._steady = 0
+        self._checked: tuple | None = None  # requests and written slots of the last step, if the owners agreed to it
 
     def take_counts(self) -> list[tuple[str, int]]:
         """What was counted since the last call, zeros left out."""
@@ -85,29 +86,29 @@ class Ledger:
     def check(self, write_set: WriteSet, request_ids: Sequence[str], requests: int, tokens: int) -> list[Finding]:
         """A step's declared writes against the owners: the first `requests` slots and `tokens` rows, the others being padding.
 
-        Read in the first step after a change of requests or owners and in one of a few that follow, since reading costs.
+        Every step is read. The owners are asked only if something differs from the step before: a request, a slot, a row's block,
+        or an owner, since `follow` forgets that step.
         Values on a device are not read, since that would wait for it; the audit reads them.
         """
-        found = [*self._backwards(write_set)]
+        found = list(self._backwards(write_set)) if write_set.epochs else []
         if not self.followed or not request_ids:
             return found
-        self._steady += 1
-        if self._checked is not None and self._checked[0] == request_ids and self._steady % STEADY_STEPS:
-            return found
-        declared = {("slots", g): _host(v, requests) for g, v in write_set.slots.items()}
-        declared |= {("rows", g): _host(v, tokens) for g, v in write_set.rows.items()}
-        slots = {}
-        for (kind, group), values in declared.items():
-            if values is not None:
-                size = self._rows_per_slot.get(group, 0) if kind == "rows" else 1
-                slots[group] = [value // size for value in values] if size else None
-        state = (tuple(request_ids), tuple((g, tuple(v)) for g, v in slots.items() if v is not None))
+        written = []
+        for group, values in write_set.slots.items():
+            slots = _host(values, requests)
+            if slots is not None:
+                written.append((group, slots))
+        for group, values in write_set.rows.items():
+            size = self._rows_per_slot.get(group)
+            rows = _host(values, tokens) if size else None
+            if rows is not None:
+                written.append((group, [row // size for row in rows]))
+        state = (tuple(request_ids), written)
         if state == self._checked:
             return found
-        for group, written in state[1]:
-            found += self._owned(group, written, state[0])
-        self._checked = None if found else state
-        return found
+        wrong = [finding for group, slots in written for finding in self._owned(group, slots, state[0])]
+        self._checked = None if wrong else state
+        return found + wrong
 
     def _owned(self, group: int, slots: Sequence[int], requests: Sequence[str]) -> list[Finding]:
         found = []
@@ -129,8 +130,8 @@ class Ledger:
                 yield Finding(Reason.WRITE_OUTSIDE, {"buffer": name}, f"mailbox epoch went back from {before} to {epoch}")
 
 
-def _host(values: Any, count: int) -> list[int] | None:
-    values = values[:count]
-    if not hasattr(values, "device"):
-        return list(values)
-    return values.tolist() if values.device.type == "cpu" else None
+def _host(values: Sequence[int] | torch.Tensor, count: int) -> list[int] | None:
+    """The first `count` values; None if they are on a device."""
+    if not hasattr(values, "is_cpu"):
+        return list(values[:count])
+    return values.tolist()[:count] if values.is_cpu else None  # in this order: a tensor's slice costs more than a list's

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..reasons import Refusal
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,6 +54,18 @@ class BatchFacts:
         return GraphKey(self.mode, self.padded_tokens, self.padded_reqs, self.uniform)
 
 
+class StepRecord(NamedTuple):
+    """One closed step, as it waits to be counted. `kind`: path, plan key, mode, speculative width and refusals, by which steps
+    are counted."""
+
+    step: int
+    kind: tuple[Path, str | None, str, int, tuple[Refusal, ...]]
+    requests: int
+    tokens: int
+    decode_tokens: int
+    padded_rows: int
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A setting of vLLM that the fork changed at start."""
@@ -79,13 +93,13 @@ class StateView:
     rows_per_slot: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WriteSet:
     """Everything a step says it writes. What is not listed must not change.
 
     `slots[group]` are the recurrent-state slots written in that cache group, one for each real request in batch order;
     `rows[group]` are the flat cache rows (block id * rows per block + offset) written by attention; `buffers` the names
-    of persistent buffers; `epochs` the mailbox epochs after the step. Values may be tensors: they are read only in
+    of persistent buffers; `epochs` the mailbox epochs after the step. Values may be tensors: those on a device are read only in
     sampled steps.
     """
 

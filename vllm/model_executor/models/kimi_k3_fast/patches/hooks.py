@@ -8,6 +8,7 @@ the logits look like; what ends a request rides on their output back to the sche
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,10 @@ def batch_dispatched(
 ) -> None:
     """A real batch was dispatched. `tokens` and `requests` are (real, padded); `requests` may be padded by None: not at all."""
     _ran("batch_dispatched")
-    if active():
+    now = guard.current()
+    if now.watching:
         padded = requests[0] if requests[1] is None else requests[1]
-        facts = guard.BatchFacts(mode.lower(), tokens[0], tokens[1], requests[0], padded, uniform, tuple(request_ids))
-        guard.current().open_step(facts)
+        now.open_step(guard.BatchFacts(mode.lower(), *tokens, requests[0], padded, uniform, tuple(request_ids)))
 
 
 # -- patch 2: KV manager (engine core, and its receiving end in the workers) -------------------------------------------
@@ -125,21 +126,22 @@ def scheduled(scheduler_output: Any) -> None:
 def step_received(scheduler_output: Any) -> None:
     """A worker got a scheduled step: follow what happened to the slots before it runs."""
     _ran("step_received")
-    if not active():
+    now = guard.current()
+    if not now.watching:
         return
     changes = getattr(scheduler_output, _SLOTS, None)
     if changes:
-        guard.current().slots_changed(changes)
-    elif not guard.current().ledger.followed and scheduler_output.total_num_scheduled_tokens:
+        now.slots_changed(changes)
+    elif not now.ledger.followed and scheduler_output.total_num_scheduled_tokens:
         _unheard()
     said = getattr(scheduler_output, _PROCESS, None)
     if said:
-        guard.current().patches({f"engine core {name}": state for name, state in said["patches"].items()})
+        now.patches({f"engine core {name}": state for name, state in said["patches"].items()})
         for name, state in said["patches"].items():
             if state["refusal"]:
                 _core_lacks(name, state["refusal"])
         for name, detail in said["silent"]:
-            guard.current().violation(Reason.PATCH_NOT_RUN, {"patch": name, "process": "engine core"}, detail)
+            now.violation(Reason.PATCH_NOT_RUN, {"patch": name, "process": "engine core"}, detail)
 
 
 def _unheard() -> None:
@@ -188,25 +190,37 @@ def begin_check(
     drafts: Mapping[str, Sequence[int]],
     asynchronous: bool,
     otherwise: torch.Tensor | None,
-) -> torch.Tensor | None:
+) -> torch.Tensor | list[bool] | None:
     """Start looking for rows that are not finite, by request; `otherwise` is what vLLM itself would carry.
 
     Under asynchronous scheduling the device tensor returned here rides vLLM's own output copy. Else it is copied to
-    pinned memory without blocking, on the stream whose next transfer (the sampled tokens) vLLM waits for anyway.
+    pinned memory without blocking, on the stream whose next transfer (the sampled tokens) vLLM waits for anyway. Where the
+    logits are on the host the answer is there at once: None if all rows are finite.
     """
+    _ran("logits_checked")
+    if logits is None or not active():
+        return otherwise
+    if logits.is_cpu and not asynchronous:
+        return _bad_on_host(logits, request_ids, drafts)
     import torch
 
-    _ran("logits_checked")
-    if not active() or logits is None:
-        return otherwise
     bad = _not_finite(logits)
     if bad.shape[0] != len(request_ids):
         rows = [1 + len(drafts.get(request, ())) for request in request_ids]
         ends = torch.tensor([0, *itertools.accumulate(rows)], pin_memory=bad.device.type == "cuda")
         bad = per_request(bad, ends.to(bad.device, non_blocking=True))
-    if asynchronous or bad.device.type == "cpu":
+    if asynchronous:
         return bad
     return torch.empty(bad.shape, dtype=bad.dtype, pin_memory=True).copy_(bad, non_blocking=True)
+
+
+def _bad_on_host(logits: torch.Tensor, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> list[bool] | None:
+    """By request, whether a row is not finite; None if all are. One tensor operation, since each costs more than all the rest."""
+    largest = logits.amax(dim=-1).tolist()
+    if math.isfinite(sum(largest)):  # not overflowing: Python adds in doubles
+        return None
+    bad = iter([not math.isfinite(value) for value in largest])
+    return [any(list(itertools.islice(bad, 1 + len(drafts.get(request, ()))))) for request in request_ids]
 
 
 def per_request(bad: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | None:
@@ -220,27 +234,29 @@ def per_request(bad: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor | 
     return sums[ends[1:].long()] - sums[ends[:-1].long()]
 
 
-def end_check(bad: torch.Tensor | None, request_ids: Sequence[str], otherwise: dict[str, int]) -> dict[str, int]:
+def end_check(bad: torch.Tensor | list[bool] | None, request_ids: Sequence[str], otherwise: dict[str, int]) -> dict[str, int]:
     """After vLLM's transfer of the sampled tokens: what `begin_check` started, by request."""
     if bad is None or not active():
         return otherwise
+    rows = bad if isinstance(bad, list) else bad.tolist()
     # vLLM's output protocol carries a count; a bool does not decode on the other side of the socket.
-    return dict(zip(request_ids, bad.int().tolist(), strict=True))
+    return {request: int(row) for request, row in zip(request_ids, rows, strict=True)}
 
 
 def mark(output: Any, asynchronous: bool = True) -> None:
     """Attach to a worker's output the requests that mode `require` ends. Its presence says that this worker's guard watches."""
     _ran("mark")
-    if active():
-        failing = guard.current().take_failing()
-        setattr(output, _MARKS, {request: reason.code for request, reason in failing.items()})
+    now = guard.current()
+    if now.watching:
+        failing = now.take_failing()
+        setattr(output, _MARKS, {request: reason.code for request, reason in failing.items()} if failing else {})
         if not asynchronous:
             output_ready(output)
 
 
 def output_ready(output: Any) -> None:
     """The worker's output is complete on the host: count the requests whose logits were not finite."""
-    if active() and output.num_nans_in_logits:
+    if output.num_nans_in_logits and active():
         for request, bad in output.num_nans_in_logits.items():
             if bad:
                 guard.current().post(Reason.NON_FINITE, {"request": request})
