@@ -52,7 +52,7 @@ class BulkLaunch(Launch):
             return self._of_warp(name, operands, scopes)
         if name.startswith("shfl.sync.up"):
             return self._from_below(operands, scopes)
-        if root in ("lop3", "popc", "div", "rem"):
+        if root in ("lop3", "popc", "div", "rem", "copysign"):
             return self._number(root, kind, operands, scopes)
         return super()._step(name, operands, scopes, text)
 
@@ -181,6 +181,8 @@ class BulkLaunch(Launch):
                 return (values[0] & values[1]) | (~values[0] & values[2])
             if root == "popc":
                 return np.array([bin(int(v)).count("1") for v in values[0]])
+            if root == "copysign":  # PTX names the sign's donor first
+                return np.copysign(values[1], values[0])
             if root == "div":
                 return quotient(*values)
             return values[0].astype(np.int64) - quotient(*values) * values[1].astype(np.int64)
@@ -198,7 +200,13 @@ def _trap(warp: Warp, mask: Array) -> None:
 
 
 def run(
-    spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0, cluster: int = 1
+    spec: KernelSpec,
+    tensors: dict[str, Any],
+    grid: tuple[int, ...],
+    arch: str = "sm_90a",
+    seed: int = 0,
+    cluster: int = 1,
+    prefetched: list[tuple[int, int]] | None = None,
 ) -> None:
     """As `ptx_machine.run`."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
@@ -207,3 +215,5 @@ def run(
     for one in launch.clusters():
         _run_together([one], order)
     memory.give_back()
+    if prefetched is not None:
+        prefetched += memory.prefetched

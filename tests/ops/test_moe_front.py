@@ -45,14 +45,23 @@ def test_the_served_shapes_are_covered(rows: tuple[int, int, int], tokens: int) 
 def test_refuses_what_it_cannot_compute() -> None:
     assert op.unavailable_reason(SMALL[0], "sm_80").reason is Reason.OP_ARCH
     assert op.unavailable_reason(op.Config(1, 200, 48, 80, 32), "sm_90a").reason is Reason.OP_SHAPE
-    assert op.topk_unavailable_reason(op.TopkConfig(1, 2000, 16), "sm_90a").reason is Reason.OP_SHAPE
+    for refused in (op.TopkConfig(1, 2000, 16), op.TopkConfig(1, ahead=op.Ahead(8, 60, 16))):
+        assert op.topk_unavailable_reason(refused, "sm_90a").reason is Reason.OP_SHAPE
 
 
 @pytest.mark.parametrize(
     "spec",
     [
         *map(op.spec, SMALL),
-        *map(op.topk_spec, (op.TopkConfig(1), op.TopkConfig(3, 48, 4), op.TopkConfig(3, 48, 4, grouped=True))),
+        *map(
+            op.topk_spec,
+            (
+                op.TopkConfig(1),
+                op.TopkConfig(3, 48, 4),
+                op.TopkConfig(3, 48, 4, grouped=True),
+                op.TopkConfig(3, 48, 4, grouped=True, ahead=op.Ahead(70, 64, 16)),
+            ),
+        ),
     ],
     ids=lambda s: s.name,
 )
@@ -127,7 +136,10 @@ def _choose(
     ids = torch.full((config.tokens, config.top_k), -7, device="cuda", dtype=torch.int32)
     weights = torch.full((config.tokens, config.top_k), float("nan"), device="cuda")
     count = torch.tensor([config.tokens if live is None else live], device="cuda", dtype=torch.int32)
-    op.run_topk(op.topk_plan(config, build.device_arch()), logits, bias, count, ids, weights, groups)
+    later = None
+    if config.ahead:
+        later = torch.zeros(config.ahead.rows, config.ahead.columns, dtype=torch.bfloat16, device="cuda")
+    op.run_topk(op.topk_plan(config, build.device_arch()), logits, bias, count, ids, weights, groups, later)
     return ids, weights
 
 
@@ -155,6 +167,7 @@ def _logits(kind: str, tokens: int, experts: int, seed: int) -> torch.Tensor:
         op.TopkConfig(64),
         op.TopkConfig(3, 48, 4, scaling=2.4),
         op.TopkConfig(2, 1000, 20, False),
+        op.TopkConfig(8, ahead=op.Ahead(7168, 3584, 512)),
     ],
     ids=str,
 )
