@@ -378,7 +378,7 @@ def views_forms() -> Any:
     return TorchForms()
 
 
-def _front(c: Any, m: Any, router: Any, down: Any, gate_up: Any, logits: Any, z: Any, hidden: Any) -> None:
+def _front(c: Any, m: Any, router: Any, down: Any, gate_up: Any, logits: Any, z: Any, hidden: Any, scratch: Any) -> None:
     logits.copy_(F.linear(_shaped(m, c.tokens, c.columns).float(), router.float()))
     z.copy_(F.linear(m, down))
     hidden.copy_(situ(F.linear(m, gate_up), c.beta, c.linear_beta))
@@ -400,7 +400,7 @@ def _experts(c: Any, held: Any, z: Any, routing: Any, scratch: Any, out: Any) ->
     )
 
 
-def _tail(c: Any, r: Any, hidden: Any, norm: Any, up: Any, down: Any, delta: Any) -> None:
+def _tail(c: Any, r: Any, hidden: Any, norm: Any, up: Any, down: Any, delta: Any, scratch: Any) -> None:
     inner = r.float() * torch.rsqrt(r.float().square().mean(-1, keepdim=True) + c.eps) * norm.float()
     delta.copy_(F.linear(inner, up.float()) + F.linear(hidden.float(), down.float()))
 

@@ -66,6 +66,7 @@ class Ready:
     topk: Any = None
     experts: Any = None
     tail: Any = None
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict)  # of front and tail, where the library multiplies
 
 
 @dataclass
@@ -197,7 +198,8 @@ class Executor:
 
         def plain(op: Any, config: Any) -> Any:
             planned = op.plan(config, arch)
-            specs.append(planned.spec)
+            if planned.spec is not None:  # the library's product
+                specs.append(planned.spec)
             return planned
 
         mixes = {}
@@ -267,8 +269,10 @@ class Executor:
         sums = {}
         if self.ranks > 1 and self.post is not None:
             sums = {c: plain(all_reduce, all_reduce.Config(tokens, c, self.ranks)) for c in (latent, m.hidden)}
+        wanted = {**front.scratch_shapes(), **tail.scratch_shapes()} if load else {}
+        scratch = {name: self._zeros(dtype, *shape) for name, (shape, dtype) in wanted.items()}
         parts = {name: getattr(ready, name) for name in ("tokens", "attn_res", "matmul", "kda", "mla", "mla_scratch")}
-        return Ready(**parts, sums=sums, front=front, topk=topk, experts=routed, tail=tail)
+        return Ready(**parts, sums=sums, front=front, topk=topk, experts=routed, tail=tail, scratch=scratch)
 
     def _update(self, layer: Layer) -> str:
         """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
@@ -331,7 +335,7 @@ class Executor:
         """This layer's update of the prefix, summed over the ranks."""
         t = ready.tokens
         logits, z, shared, routed, delta = (b[:t] for b in (self.logits, self.z, self.shared, self.routed, self.delta))
-        moe_front.run(ready.front, mixed, w.router, w.down, w.gate_up, logits, z, shared)
+        moe_front.run(ready.front, mixed, w.router, w.down, w.gate_up, logits, z, shared, ready.scratch)
         pairs, ids, weights = self.pairs[: t * w.top_k], self.ids[:t], self.weights[:t]
         groups = None
         if ready.topk.config.grouped:
@@ -341,7 +345,7 @@ class Executor:
         scratch = experts.Scratch(self.inner[: t * w.top_k])
         experts.run(ready.experts, w.experts, z, routing, scratch, routed)
         latent = self._sum(ready, routed)
-        moe_tail.run(ready.tail, latent, shared, self.tail_norm[id(w)], w.up, w.shared_down, delta)
+        moe_tail.run(ready.tail, latent, shared, self.tail_norm[id(w)], w.up, w.shared_down, delta, ready.scratch)
         return self._sum(ready, delta)
 
     def _sum(self, ready: Ready, partial: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .library import LEAST_TOKENS, LIBRARY, Library
 from .skinny import Tactic
 
 
@@ -21,12 +22,16 @@ def rows(folder: Path) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads((folder / "tactics.json").read_text()))
 
 
-def tactic(folder: Path, tokens: int, **shape: int) -> Tactic | None:
-    """As `chosen`, for the matmuls of `skinny.py`. Blackwell, where nothing was measured, has as much shared memory and takes
-    what sm_90a takes.
+def tactic(folder: Path, tokens: int, *, library: bool, **shape: int) -> Tactic | Library | None:
+    """As `chosen`, for the ops that multiply; the library from LEAST_TOKENS on where nothing was measured. `library`: whether it
+    can serve this case at all. Blackwell, where nothing was measured, has as much shared memory and takes what sm_90a takes.
     """
     found = chosen(folder, "sm_90a", {"tokens": tokens, **shape}, "tokens")
-    return Tactic(**found) if found else None
+    if found is None:
+        return LIBRARY if library and tokens >= LEAST_TOKENS else None
+    if "call" not in found:
+        return Tactic(**found)
+    return Library(**found) if library else None
 
 
 def chosen(folder: Path, arch: str, shape: dict[str, int], batch: str) -> dict[str, Any] | None:

@@ -13,15 +13,17 @@ from .build import MAILBOX, SCALAR, STATE, STATIC, KernelSpec, Param, Sym
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run: one kernel, and the mailbox words it needs. `config` has `world` and `words`."""
+    """What will run: one kernel (None: the library's product), and the mailbox words it needs. `config` has `world` and
+    `words`.
+    """
 
     config: Any
     arch: str
-    spec: KernelSpec
+    spec: KernelSpec | None
     words: int
 
     @classmethod
-    def make(cls, config: Any, arch: str, refusal: Refusal | None, spec: Callable[[Any], KernelSpec]) -> Plan:
+    def make(cls, config: Any, arch: str, refusal: Refusal | None, spec: Callable[[Any], KernelSpec | None]) -> Plan:
         """Raises ValueError where there is a refusal."""
         if refusal:
             raise ValueError(str(refusal))
@@ -43,6 +45,7 @@ def arguments(plan: Plan, mailbox: Box | None) -> tuple[Any, ...]:
     """The mailbox as the kernel takes it. Raises ValueError where it does not fit the plan."""
     if mailbox is None or mailbox.layout.world != plan.config.world or mailbox.layout.words < plan.words:
         found = mailbox.layout if mailbox else None
+        assert plan.spec is not None  # who needs a mailbox is a kernel
         expected = f"a mailbox of {plan.config.world} ranks and {plan.words} words"
         raise ValueError(f"{plan.spec.op}: expected {expected}, found {found}.")
     return mailbox.addresses, mailbox.memory, mailbox.epoch, mailbox.rank, mailbox.layout.words

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ...reasons import Reason, Refusal
-from .. import measured, projection
+from .. import library, measured, projection
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
 
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
@@ -202,7 +202,10 @@ def _specs(config: Config, tactic: Tactic) -> dict[str, KernelSpec]:
     insert = (scales, Param("slot_mapping", "i64", (c.tokens,), ACTIVATION, align=8), cache)
     if config.apart:
         normed = Param("normed", "bf16", (c.tokens, c.q_rank), OUTPUT)
-        first = {"norms": spec("mla_norms", x, *norms, *insert, normed), "product": projection.spec(config.product)}
+        first = {"norms": spec("mla_norms", x, *norms, *insert, normed)}
+        product = projection.spec(config.product)
+        if product is not None:  # else it is the library's
+            first["product"] = product
     else:
         first = {"project": spec("mla_project", x, *norms, q_b, *insert, Param(*q, OUTPUT))}
     found = first | {
@@ -260,7 +263,10 @@ def run_query(
     kernels, insert = plan.kernels, (w.scales, context.slot_mapping, context.cache)
     if plan.config.apart:
         kernels["norms"](x, w.q_norm, w.kv_norm, *insert, scratch["normed"], stream=stream)
-        kernels["product"](w.q_b, scratch["normed"], scratch["q"], stream=stream)
+        if "product" in kernels:
+            kernels["product"](w.q_b, scratch["normed"], scratch["q"], stream=stream)
+        else:
+            library.multiply(scratch["normed"], w.q_b, scratch["q"], stream)
     else:
         kernels["project"](x, w.q_norm, w.kv_norm, w.q_b, *insert, scratch["q"], stream=stream)
     kernels["absorb"](scratch["q"], w.w_uk, w.scales, scratch["query"], stream=stream)

@@ -3,21 +3,25 @@
 Kernel 1, one matmul over three matrices that stay where the checkpoint loader put them: router logits (fp32), the latent z = m
 Wdown^T (bf16) and the shared experts' hidden = SiTU(gate, up) (bf16). Each group of blocks works on one matrix; the groups are
 dealt so that every block reads the same number of bytes. A rank that owns only some rows of the router and of the
-down-projection passes those rows. Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id),
-renormalised weights; and, where asked for, the list of (token, slot) pairs by expert.
+down-projection passes those rows. For many tokens it is three products of the library and a kernel for SiTU instead.
+
+Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id), renormalised weights; and, where asked
+for, the list of (token, slot) pairs by expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ...reasons import Reason, Refusal
-from .. import measured
+from .. import library, measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param, get
-from ..single import Plan, compiled, make
+from ..library import LIBRARY, Library
+from ..single import Plan, compiled, find_scratch, make
 from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
 
@@ -32,7 +36,7 @@ class Config:
     shared: int
     beta: float = 4.0
     linear_beta: float | None = 25.0
-    tactic: Tactic | None = None
+    tactic: Tactic | Library | None = None
 
     @property
     def rows(self) -> tuple[int, int, int]:
@@ -45,16 +49,20 @@ class Config:
         return router, down, gate_up
 
     @property
-    def shape(self) -> Shape:
-        """The geometry of a block; the same for all three matrices."""
-        return Shape(self.tokens, (self.columns,), self.tactic or self._chosen())
-
-    def _chosen(self) -> Tactic:
-        """The measured tactic, else one that fits."""
+    def chosen(self) -> Tactic | Library:
+        """The given tactic, the measured one, or the default."""
         sizes = {"columns": self.columns, "experts": self.experts, "latent": self.latent, "shared": self.shared}
-        found = measured.tactic(Path(__file__).parent, self.tokens, **sizes)
-        if found:
-            return found
+        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.shared % 2 == 0, **sizes)
+        return found or self._default()
+
+    @property
+    def shape(self) -> Shape:
+        """The geometry of a block, the same for all three matrices; of the default one where the library multiplies."""
+        chosen = self.chosen
+        return Shape(self.tokens, (self.columns,), chosen if isinstance(chosen, Tactic) else self._default())
+
+    def _default(self) -> Tactic:
+        """One that fits."""
         tactic = default_tactic(sum(self.rows), (self.columns,), self.tokens)
         groups = max(3, tactic.groups)
         held = ceil_div(max(ceil_div(r, g) for r, g in zip(self.rows, deal(self.rows, groups), strict=True)), 16)
@@ -63,6 +71,16 @@ class Config:
                 replace(tactic, row_warps=tactic.row_warps + 1) if tactic.tiles >= 4 else replace(tactic, tiles=tactic.tiles + 1)
             )
         return replace(tactic, groups=groups)
+
+
+@dataclass(frozen=True)
+class SituConfig:
+    """SiTU of the gate and up rows of `shared` experts' width, an even number; a launch of its own."""
+
+    tokens: int
+    shared: int
+    beta: float
+    linear_beta: float | None
 
 
 def deal(rows: tuple[int, ...], groups: int) -> tuple[int, ...]:
@@ -78,6 +96,10 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"moe_front: expected one of {', '.join(ARCHS)}, found {arch}")
+    if isinstance(config.chosen, Library):
+        odd = f"expected an even number of shared rows for the library, found {config.shared}" if config.shared % 2 else None
+        problem = library.problem(config.tokens) or odd
+        return Refusal(Reason.OP_SHAPE, f"moe_front: {problem}") if problem else None
     problem = config.shape.problem()
     experts, latent, shared = config.experts, config.latent, ceil_div(config.shared, config.groups[2]) * config.groups[2]
     for rows, groups in zip((experts, latent, 2 * shared), config.groups, strict=True):  # gate and up go by pairs
@@ -86,6 +108,9 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def spec(config: Config) -> KernelSpec:
+    """Kernel 1, or SiTU's where the library multiplies."""
+    if isinstance(config.chosen, Library):
+        return situ_spec(SituConfig(config.tokens, config.shared, config.beta, config.linear_beta))
     config = replace(config, tactic=config.shape.tactic)
     t, k = config.tokens, config.columns
     params = (
@@ -100,9 +125,18 @@ def spec(config: Config) -> KernelSpec:
     return KernelSpec("bf16_front_skinny", "moe_front", config, f"{__name__}.cute:bf16_front_skinny", params)
 
 
+def situ_spec(config: SituConfig) -> KernelSpec:
+    params = (
+        Param("gate_up", "bf16", (config.tokens, 2 * config.shared), ACTIVATION),
+        Param("hidden", "bf16", (config.tokens, config.shared), OUTPUT),
+    )
+    return KernelSpec("bf16_situ", "moe_front", config, f"{__name__}.situ:bf16_situ", params)
+
+
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    return make(config, arch, unavailable_reason(config, arch), spec)
+    both = {"gate_up": ((config.tokens, 2 * config.shared), "bf16")} if isinstance(config.chosen, Library) else {}
+    return make(config, arch, unavailable_reason(config, arch), spec, both)
 
 
 def run(
@@ -114,12 +148,20 @@ def run(
     logits: torch.Tensor,
     z: torch.Tensor,
     hidden: torch.Tensor,
+    scratch: Mapping[str, torch.Tensor] | None = None,
     stream: int | None = None,
 ) -> None:
     """m [T, D], router [E, D], down [L, D], gate_up [2S, D] -> logits [T, E] fp32, z [T, L] bf16, hidden [T, S] bf16,
-    overwritten.
+    overwritten. scratch: the tensors of `plan.scratch_shapes()`; raises ValueError where one is missing.
     """
-    compiled(plan)(router, down, gate_up, m, logits, z, hidden, stream=stream)
+    if not isinstance(plan.config.chosen, Library):
+        compiled(plan)(router, down, gate_up, m, logits, z, hidden, stream=stream)
+        return
+    (both,) = find_scratch(plan, scratch)
+    library.multiply(m, router, logits, stream)
+    library.multiply(m, down, z, stream)
+    library.multiply(m, gate_up, both, stream)
+    compiled(plan)(both, hidden, stream=stream)  # last: the kernel behind it can be launched early
 
 
 @dataclass(frozen=True)
@@ -242,8 +284,9 @@ def run_topk(
 def specs() -> list[KernelSpec]:
     """A TP8 rank with all rows of router and down, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 7168, 896, 3584, 768) for t in (1, 64)]
+    served[1:] = [replace(served[1], tactic=served[1].shape.tactic), replace(served[1], tactic=LIBRARY)]
     choices = [topk_spec(TopkConfig(1)), topk_spec(TopkConfig(8, ahead=Ahead(7168, 3584, 512)))] + [
         topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
     ]
-    rings = [replace(c, tactic=ring_tactic(sum(c.rows), (c.columns,), c.tokens, chunk=256)) for c in served]
+    rings = [replace(c, tactic=ring_tactic(sum(c.rows), (c.columns,), c.tokens, chunk=256)) for c in served[:2]]
     return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served, *rings]] + choices

@@ -11,7 +11,8 @@ ranks.
     one-shot   every rank sends every pair to all ranks and adds up all of them itself: one trip, D * (world - 1) pairs / 2 sent
     two-shot   pairs are dealt to ranks by 16; the owner adds them up and sends the sum to all: two trips, a world-th of the bytes
 
-Sums run in the order of ranks, so all ranks hold the same bits. With one rank no mailbox is needed.
+Sums run in the order of ranks, so all ranks hold the same bits. With one rank no mailbox is needed, and for many tokens it is the
+library's product, which adds to the prefix itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import torch
 
 from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from .. import measured, posted
+from .. import library, measured, posted
 from ..build import ACTIVATION, ARCHS, STATE, STATIC, KernelSpec, Param
+from ..library import Library
 from ..single import compiled
 from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
@@ -48,13 +50,22 @@ class Config:
     world: int = 1
     update: str = "add"
     shots: int | None = None
-    tactic: Tactic | None = None
+    tactic: Tactic | Library | None = None
     bound_ns: int = BOUND_NS
 
     @property
+    def chosen(self) -> Tactic | Library:
+        """The given tactic, the measured one, or the default. The library for one rank alone."""
+        sizes = {"rows": self.rows, "columns": self.columns}
+        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
+        return found or default_tactic(self.rows, (self.columns,), self.tokens)
+
+    @property
     def shape(self) -> Shape:
-        tactic = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, rows=self.rows, columns=self.columns)
-        return Shape(self.tokens, (self.columns,), tactic or default_tactic(self.rows, (self.columns,), self.tokens))
+        """The geometry of our kernel; of its default where the library multiplies."""
+        chosen = self.chosen
+        tactic = chosen if isinstance(chosen, Tactic) else default_tactic(self.rows, (self.columns,), self.tokens)
+        return Shape(self.tokens, (self.columns,), tactic)
 
     @property
     def two_shot(self) -> bool:
@@ -84,10 +95,12 @@ class Config:
 
 
 class Plan(posted.Plan):
-    """One kernel; with one rank no mailbox."""
+    """One kernel, or the library's product; with one rank no mailbox."""
 
     def __str__(self) -> str:
         c = self.config
+        if self.spec is None:
+            return f"oproj {c.tokens}x{c.rows}x{c.columns} {c.update} alone, product by the library"
         how = "alone" if c.world == 1 else f"{2 if c.two_shot else 1}-shot over {c.world} ranks, {self.words} words"
         return f"oproj {c.tokens}x{c.rows}x{c.columns} {c.update} {how}, {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
@@ -96,7 +109,11 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"oproj: expected one of {', '.join(ARCHS)}, found {arch}")
-    problem = config.shape.problem() or config.shape.uncovered(config.rows)
+    if isinstance(config.chosen, Library):
+        problem = library.problem(config.tokens)
+        problem = problem or (None if config.world == 1 else f"expected one rank for the library, found {config.world}")
+    else:
+        problem = config.shape.problem() or config.shape.uncovered(config.rows)
     blocks = config.shape.tactic.groups * config.shape.tactic.splits
     if config.world not in (1, 2, 4, 8):
         problem = f"expected 1, 2, 4 or 8 ranks within one host, found {config.world}"
@@ -107,7 +124,10 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     return Refusal(Reason.OP_SHAPE, f"oproj: {problem}") if problem else None
 
 
-def spec(config: Config) -> KernelSpec:
+def spec(config: Config) -> KernelSpec | None:
+    """The kernel; None where the library multiplies."""
+    if isinstance(config.chosen, Library):
+        return None
     config = replace(config, tactic=config.shape.tactic)
     params: tuple[Param, ...] = (
         Param("w", "bf16", (config.rows, config.columns), STATIC),
@@ -137,6 +157,9 @@ def run(
 
     Raises ValueError where the mailbox does not fit the plan.
     """
+    if plan.spec is None:
+        (library.multiply if plan.config.update == "write" else library.add_product)(y, weight, prefix, stream)
+        return
     if plan.config.world == 1:
         compiled(plan)(weight, y, prefix, stream=stream)
         return
@@ -149,4 +172,4 @@ def specs() -> list[KernelSpec]:
     served += [Config(t, 7168, 12288, update=u) for t in (1, 8) for u in ("write", "add")]
     small = [Config(3, 160, 256, world=world, shots=shots) for world, shots in ((1, None), (2, 1), (2, 2), (4, 2))]
     rings = [Config(t, 7168, 1536, 8, tactic=ring_tactic(7168, (1536,), t, chunk=256)) for t in (1, 64)]
-    return [spec(config) for config in [*small, *served, *rings]]
+    return [found for config in [*small, *served, *rings] if (found := spec(config))]

@@ -1,7 +1,7 @@
 """`projection`: y = a W^T for up to 64 tokens, BF16 in, BF16 or FP32 out.
 
 The KDA and MLA input projections and every other matrix that is only multiplied. Weights are static, so they stream before the
-dependency wait; `ops/skinny.py` has the geometry. One launch, no workspace.
+dependency wait; `ops/skinny.py` has the geometry. One launch, no workspace; for many tokens the library's product instead.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from ...reasons import Reason, Refusal
-from .. import measured
+from .. import library, measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
+from ..library import Library
 from ..single import Plan, compiled, make
 from ..skinny import Shape, Tactic, default_tactic, ring_tactic
 
@@ -28,12 +29,21 @@ class Config:
     rows: int
     columns: int
     out: str = "bf16"
-    tactic: Tactic | None = None
+    tactic: Tactic | Library | None = None
+
+    @property
+    def chosen(self) -> Tactic | Library:
+        """The given tactic, the measured one, or the default."""
+        sizes = {"rows": self.rows, "columns": self.columns}
+        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=True, **sizes)
+        return found or default_tactic(self.rows, (self.columns,), self.tokens)
 
     @property
     def shape(self) -> Shape:
-        tactic = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, rows=self.rows, columns=self.columns)
-        return Shape(self.tokens, (self.columns,), tactic or default_tactic(self.rows, (self.columns,), self.tokens))
+        """The geometry of our kernel; of its default where the library multiplies."""
+        chosen = self.chosen
+        tactic = chosen if isinstance(chosen, Tactic) else default_tactic(self.rows, (self.columns,), self.tokens)
+        return Shape(self.tokens, (self.columns,), tactic)
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
@@ -42,11 +52,17 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         return Refusal(Reason.OP_ARCH, f"projection: expected one of {', '.join(ARCHS)}, found {arch}")
     if config.out not in ("bf16", "f32"):
         return Refusal(Reason.OP_SHAPE, f"projection: expected an output of bf16 or f32, found {config.out}")
-    problem = config.shape.problem() or config.shape.uncovered(config.rows)
+    if isinstance(config.chosen, Library):
+        problem = library.problem(config.tokens)
+    else:
+        problem = config.shape.problem() or config.shape.uncovered(config.rows)
     return Refusal(Reason.OP_SHAPE, f"projection: {problem}") if problem else None
 
 
-def spec(config: Config) -> KernelSpec:
+def spec(config: Config) -> KernelSpec | None:
+    """The kernel; None where the library multiplies."""
+    if isinstance(config.chosen, Library):
+        return None
     config = replace(config, tactic=config.shape.tactic)  # what was measured becomes part of the kernel's identity
     params = (
         Param("w", "bf16", (config.rows, config.columns), STATIC),
@@ -63,11 +79,14 @@ def plan(config: Config, arch: str) -> Plan:
 
 def run(plan: Plan, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stream: int | None = None) -> None:
     """a [tokens, columns] bf16, weight [rows, columns] bf16 -> out [tokens, rows], overwritten."""
-    compiled(plan)(weight, a, out, stream=stream)
+    if plan.spec is None:
+        library.multiply(a, weight, out, stream)
+    else:
+        compiled(plan)(weight, a, out, stream=stream)
 
 
 def specs() -> list[KernelSpec]:
     """KDA input projection of a TP8 rank, one shape for each way through the kernel, and a small one."""
-    served = [Config(t, 6288, 7168) for t in (1, 8, 64)]
+    served = [Config(t, 6288, 7168) for t in (1, 8)] + [Config(64, 6288, 7168, tactic=default_tactic(6288, (7168,), 64))]
     rings = [Config(t, 6288, 7168, tactic=ring_tactic(6288, (7168,), t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
-    return [spec(config) for config in [Config(3, 80, 256), *served, *rings]]
+    return [found for config in [Config(3, 80, 256), *served, *rings] if (found := spec(config))]
