@@ -9,7 +9,8 @@ the model. The time of a layer is the graph's median over LAYERS; launches are c
 `--tactics` compares ways to cut the four matmuls in one run: "default;k4 d8;ring c512 z168;tail=ring,front=ring c256" measures
 four chains; a matmul that is not named keeps its default. A letter sets a field of `Tactic` (LETTERS), `g1` makes one group of
 every tile of rows. `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f), splits (s), e1 for weights
-that leave L2 first and h1 for a rehearsal of the loop. Below a result stands how much later than all before it each kernel of a
+that leave L2 first and h1 for a rehearsal of the loop. `library` multiplies by PyTorch's product, in more launches;
+`skinny` by our kernel where the library is the default. Below a result stands how much later than all before it each kernel of a
 layer ends: what it costs the chain. `--ahead 0,512` compares columns of the up-projection that the choice of experts asks for.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
 cuts of theirs: "default;strip=4 flight=3" names fields of the tactic.
@@ -36,6 +37,7 @@ from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
+from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY, Library
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE, ring_tactic
 
 D, LATENT, EXPERTS, TOP_K, HEAD = 7168, 3584, 896, 16, 128
@@ -123,6 +125,8 @@ def cut(name: str, config: Any, text: str, arch: str) -> Any:
     """The config of one matmul with the tactic that `text` has for it: one for all, or name=tactic,name=tactic."""
     if "=" in text:
         text = dict(part.strip().split("=") for part in text.split(",")).get(name, "default")
+    if text in ("library", "skinny"):
+        return replace(config, tactic=LIBRARY if text == "library" else config.shape.tactic)
     if not text.startswith("ring"):
         return cut_by_letters(OPS[name], config, text, arch)
     sizes = {word[0]: int(word[1:]) for word in text.split()[1:]}
@@ -220,6 +224,8 @@ class Chain:
         self.attn_res = attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch)
         matmul = {n: OPS[n].plan(cut(n, c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
         self.in_proj, self.o_proj, self.front, self.tail = (matmul[n] for n in ("in_proj", "o_proj", "front", "tail"))
+        buffers = {**self.front.scratch_shapes(), **self.tail.scratch_shapes()}
+        self.products = {name: bf16(*shape) for name, (shape, _) in buffers.items()}
         self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
         self.experts, self.width = experts_plan, s.width
         self.topk = moe_front.topk_plan(choice(batch, experts_plan, ahead), arch)
@@ -271,10 +277,12 @@ class Chain:
         )
         projection.run(self.o_proj, self.y, w["o_proj"], self.out)
         attn_res.run(self.attn_res, w["score"][1], w["norm"][1], self.out, self.blocks, self.prefix, self.mixed)
-        moe_front.run(self.front, self.mixed, w["router"], w["down"], w["gate_up"], self.logits, self.z, self.hidden)
+        outputs = (self.logits, self.z, self.hidden)
+        moe_front.run(self.front, self.mixed, w["router"], w["down"], w["gate_up"], *outputs, self.products)
         self.choose(w)
         experts.run(self.experts, w["experts"], self.z, self.routing, self.scratch, self.routed)
-        moe_tail.run(self.tail, self.routed, self.hidden, w["latent_norm"], w["up"], w["shared_down"], self.delta)
+        weights = (w["latent_norm"], w["up"], w["shared_down"])
+        moe_tail.run(self.tail, self.routed, self.hidden, *weights, self.delta, self.products)
 
     def all_layers(self) -> None:
         for i in range(len(self.weights)):
@@ -337,7 +345,8 @@ def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str
         if i >= launches:
             ends[i % launches] += max(start + us - last, 0.0)
         last = max(last, start + us)
-    short = [name.removeprefix("kernel_cutlass__").split("_Static")[0].split("_Dynamic")[0] for _, _, name in rows[:launches]]
+    ours = [name.removeprefix("kernel_cutlass__") for _, _, name in rows[:launches]]
+    short = [name.split("_Static")[0].split("_Dynamic")[0][:40] for name in ours]
     return [(name, total / (len(rows) / launches - 1)) for name, total in zip(short, ends, strict=True)]
 
 
@@ -345,7 +354,8 @@ def specs_of(
     s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]], aheads: list[int]
 ) -> list[build.KernelSpec]:
     """Every kernel of a chain. routings: layouts of the experts with cuts of their tactics."""
-    found = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
+    of_matmuls = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
+    found = [spec for spec in of_matmuls if spec is not None]
     for layout, text in routings:
         plan = routed(s, batch, layout, text, arch, compiled=False)
         found += [*plan.specs, *(moe_front.topk_spec(choice(batch, plan, ahead)) for ahead in aheads)]
@@ -354,7 +364,20 @@ def specs_of(
 
 
 TABLES = {"in_proj": ("projection",), "o_proj": ("projection", "oproj"), "front": ("moe_front",), "tail": ("moe_tail",)}
-PLACES = {"in_proj": 1, "o_proj": 3, "front": 5, "tail": -1}  # of the matmuls in a layer's launches
+
+
+def matmul_costs(costs: list[tuple[str, float]], experts_launches: int) -> dict[str, float]:
+    """What each matmul costs a layer, of what its kernels do: all that run between the kernels around it."""
+    names = [name for name, _ in costs]
+    mixes = [i for i, name in enumerate(names) if name.startswith("attn_res")]
+    at = {name: next(i for i, found in enumerate(names) if found.startswith(name)) for name in ("kda", "topk")}
+    ends = {
+        "in_proj": (mixes[0] + 1, at["kda"]),
+        "o_proj": (at["kda"] + 1, mixes[1]),
+        "front": (mixes[1] + 1, at["topk"]),
+        "tail": (at["topk"] + 1 + experts_launches, len(names)),
+    }
+    return {name: sum(us for _, us in costs[first:last]) for name, (first, last) in ends.items()}
 
 
 def write_tables(folder: Path, results: list[dict[str, Any]], arch: str, source: dict[str, Any]) -> None:
@@ -367,14 +390,13 @@ def write_tables(folder: Path, results: list[dict[str, Any]], arch: str, source:
         case = [r for r in results if (r["slice"], r["batch"]) == (s, batch) and r["finite"]]
         best, default = min(case, key=lambda r: r["us"]), next((r for r in case if r["tactic"] == "default"), None)
         for name, config in matmuls(Slice(int(s[2:])), batch).items():
-            tactic = cut(name, config, best["tactic"], arch).shape.tactic
+            tactic = cut(name, config, best["tactic"], arch).chosen
             shape = {f: getattr(config, f) for f in sizes if f in config.__dataclass_fields__}
-            at = PLACES[name]
-            row = {"arch": arch, "tokens": batch, **shape, "tactic": asdict(tactic), "us": round(best["costs_us"][at][1], 2)}
-            row |= {"incumbent": "default", "incumbent_us": round(default["costs_us"][at][1], 2) if default else None}
+            row = {"arch": arch, "tokens": batch, **shape, "tactic": asdict(tactic), "us": round(best["matmul_us"][name], 2)}
+            row |= {"incumbent": "default", "incumbent_us": round(default["matmul_us"][name], 2) if default else None}
             row |= {"chain_us": round(best["us"], 2), "from": source}
             for op in TABLES[name]:
-                if op != "oproj" or tactic.groups * tactic.splits <= 132:
+                if op != "oproj" or isinstance(tactic, Library) or tactic.groups * tactic.splits <= 132:
                     fresh.setdefault(op, {})[(arch, *sorted(shape.items()), batch)] = row
     for op, rows in fresh.items():
         path, names = folder / op / "tactics.json", [n for n in next(iter(rows.values())) if n in sizes]
@@ -451,6 +473,7 @@ def main() -> None:
             )
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in results[-1].items()}, flush=True)
             results[-1]["costs_us"] = costs(rows, round(launches))
+            results[-1]["matmul_us"] = matmul_costs(results[-1]["costs_us"], len(chain.experts.specs))
             print("   ", " ".join(f"{name} {us:.1f}" for name, us in results[-1]["costs_us"]), flush=True)
             if options.timeline:
                 options.timeline.mkdir(parents=True, exist_ok=True)
