@@ -44,8 +44,6 @@ class BulkLaunch(Launch):
             return self._named_barrier(operands, scopes)
         if name == "trap":
             return _trap
-        if name == "bar.warp.sync":
-            return lambda warp, mask: None
         if root in ("atom", "red"):
             return self._atomic(name, operands, scopes, text)
         if root in ("redux", "vote"):

@@ -110,8 +110,6 @@ def _attn_res(
         if thread == 0:
             for exchange in (logits, square):
                 cute.arch.mbarrier_init(exchange.barrier, 1)
-                # Each barrier serves once, so what it will wait for can be said now.
-                cute.arch.mbarrier_arrive_and_expect_tx(exchange.barrier, 4 * exchange.count * config.blocks * exchange.parts)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive()  # nobody sends to a block that has not started
     for at in cutlass.range_constexpr(0, share // 4, config.threads):
@@ -128,6 +126,9 @@ def _attn_res(
     cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()
     if cutlass.const_expr(config.blocks > 1):
+        if thread == 0:  # each barrier serves once, so what it will wait for can be said now
+            for exchange in (logits, square):
+                cute.arch.mbarrier_arrive_and_expect_tx(exchange.barrier, 4 * exchange.count * config.blocks * exchange.parts)
         cute.arch.cluster_wait()
     release_dependents()
 
@@ -161,6 +162,7 @@ def _attn_res(
 
     if cutlass.const_expr(config.prev > 0) and source <= config.prev:
         squares, dot = Float32(0.0), Float32(0.0)
+        cute.arch.sync_warp()  # lanes past the share read the last columns, which others wrote, and count for nothing
         for i in cutlass.range_constexpr(config.pieces):
             place = cutlass.min(pieces[i], share - 8)
             values = unpack(load_shared(source_smem.iterator + (source * share + place)))
