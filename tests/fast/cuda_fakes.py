@@ -29,13 +29,14 @@ from vllm.model_executor.models.kimi_k3_fast.ops import (
     projection,
 )
 from vllm.model_executor.models.kimi_k3_fast.ops.attn_res import torch_form as attn_res_form
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import torch_form as experts_form
 from vllm.model_executor.models.kimi_k3_fast.ops.kda import torch_form as kda_form
 from vllm.model_executor.models.kimi_k3_fast.ops.mla import torch_form as mla_form
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_front import torch_form as front_form
 from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 
-D, HEADS, BLOCK_SIZE, SLOTS, EXPERTS, TOP_K, LATENT, WIDTH, SHARED, DENSE, Q_RANK = 256, 2, 64, 9, 8, 2, 128, 64, 128, 128, 256
+D, HEADS, BLOCK_SIZE, SLOTS, EXPERTS, TOP_K, LATENT, WIDTH, SHARED, DENSE, Q_RANK = 256, 2, 64, 9, 8, 2, 256, 128, 128, 128, 256
 CLOSES = 2  # layers of a block of AttnRes
 KINDS = ("kda", "kda", "mla", "kda")  # layer 0 has a dense MLP
 EPS, BETA, LINEAR_BETA, LOWER = 1e-5, 4.0, 25.0, -5.0
@@ -108,8 +109,28 @@ class _Repacks:
         layer.w2_weight.zero_()
 
 
+class Packs:
+    """Stock's method where its backend is HUMMING."""
+
+    mxfp4_backend = Module(name="HUMMING")
+
+    def __init__(self, activations: str = "bfloat16") -> None:
+        types = {"a_dtype": activations, "b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "c_dtype": "bfloat16"}
+        flags = dict.fromkeys(("use_native_dequant", "use_fused_e8m0_scale", "has_zero_point"), False)
+        self.packing = Module(**types, **flags)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raw = (layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale)
+        packed = humming.pack(experts_form.Weights(*raw))
+        layer.w13_weight, layer.w2_weight = packed.w13, packed.w2
+        layer.w13_weight_scale, layer.w2_weight_scale = (s.view(torch.float8_e8m0fnu) for s in (packed.s13, packed.s2))
+        layer.humming_configs = {"w13": self.packing, "w2": self.packing}
+        for tensor in raw:
+            tensor.zero_()
+
+
 def stock(
-    w: dict[str, torch.Tensor], rank: int = 0, world: int = 1, reduce: Callable = lambda x: x
+    w: dict[str, torch.Tensor], rank: int = 0, world: int = 1, reduce: Callable = lambda x: x, packs: bool = False
 ) -> tuple[Any, dict[int, Any]]:
     """Stock's `KimiLinearModel` of one rank after load, and the kept experts. Attribute names and layouts are stock's."""
     heads = HEADS // world
@@ -134,7 +155,7 @@ def stock(
             gate_up, down = (x.to(BF16) for x in (torch.cat([mine(w["gate"]), mine(w["up"])]), mine(w["down"], 1)))
             layer.mlp = lambda x, a=gate_up, b=down: reduce(F.linear(situ(F.linear(x, a), BETA, LINEAR_BETA), b))
         else:
-            layer.mlp, kept[i] = _moe(w, i, mine)
+            layer.mlp, kept[i] = _moe(w, i, mine, packs)
         layers.append(layer)
     config = Module(
         hidden_size=D,
@@ -193,10 +214,10 @@ def _mla(w: dict[str, torch.Tensor], i: int, heads: int, mine: Callable) -> Modu
     )
 
 
-def _moe(w: dict[str, torch.Tensor], i: int, mine: Callable) -> tuple[Module, KeptExperts]:
+def _moe(w: dict[str, torch.Tensor], i: int, mine: Callable, packs: bool) -> tuple[Module, KeptExperts]:
     routed = Module(
         top_k=TOP_K,
-        quant_method=_Repacks(),
+        quant_method=Packs() if packs else _Repacks(),
         w13_weight=torch.cat([mine(w[f"{i}.w1"], 1), mine(w[f"{i}.w3"], 1)], 1),
         w13_weight_scale=torch.cat([mine(w[f"{i}.w1s"], 1), mine(w[f"{i}.w3s"], 1)], 1),
         w2_weight=mine(w[f"{i}.w2"], 2).contiguous().clone(),
@@ -393,6 +414,8 @@ def _topk(c: Any, logits: Any, bias: Any, num_tokens: Any, ids: Any, chosen: Any
 
 
 def _experts(c: Any, held: Any, z: Any, routing: Any, scratch: Any, out: Any) -> None:
+    assert held.layout == c.layout and held.width == c.width
+    held = humming.unpack(held) if held.layout == experts.HUMMING else held
     _shaped(scratch.hidden, c.pairs, c.width)
     ids = torch.where(routing.weights > 0, routing.ids, -1).long()
     out.copy_(

@@ -8,6 +8,7 @@ import pytest
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_ahead
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Executor
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import view_model
+from vllm.model_executor.models.kimi_k3_fast.ops import experts
 
 ARCH = "sm_90a"
 CONFIG = {
@@ -58,14 +59,17 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "mailbox"), [(1, False), (2, False), (2, True)])
-def test_the_config_names_the_kernels_of_the_loaded_model(monkeypatch, ranks, mailbox):
+@pytest.mark.parametrize(
+    ("ranks", "mailbox", "layout"), [(1, False, None), (2, False, None), (2, True, None), (2, False, experts.RAW)]
+)
+def test_the_config_names_the_kernels_of_the_loaded_model(monkeypatch, ranks, mailbox, layout):
+    """Also of the experts' layout: stock's on Hopper, unless the server is told to take another backend."""
     monkeypatch.setattr(cuda_ahead, "block_size", lambda heads: fakes.BLOCK_SIZE)
-    model, kept = fakes.stock(fakes.weights(), 0, ranks)
+    model, kept = fakes.stock(fakes.weights(), 0, ranks, packs=layout is None)
     post = (lambda words: None) if mailbox else None
     monkeypatch.setattr(cuda_ahead, "LEAST_WIDTH", 1)  # the fakes are narrower than what stock would pad
     served = Executor(view_model(model, kept), fakes.caches, {"layers.2": 2}, ARCH, ranks, post=post, device="cpu")
-    ahead = cuda_ahead.specs(CONFIG, ARCH, ranks, 2 * fakes.BLOCK_SIZE, [1, 16], mailbox)
+    ahead = cuda_ahead.specs(CONFIG, ARCH, ranks, 2 * fakes.BLOCK_SIZE, [1, 16], mailbox, layout)
     assert set(ahead) == set(served.specs([1, 16])) and len(ahead) == len(set(ahead))
 
 

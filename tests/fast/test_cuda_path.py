@@ -38,9 +38,10 @@ def own_guard(monkeypatch):
     guards.current().opens_expected = True
 
 
-def make(settings: Settings = LIFTED, deployment: Deployment = HOPPER, **more) -> tuple[CudaPath, Module]:
-    model, kept = stock(weights())
-    return CudaPath(deployment, settings, [1, 2, 4, 128], lambda: kept, 1 << 30, device="cpu", **more), model
+def make(settings: Settings = LIFTED, deployment: Deployment = HOPPER, packs: bool = False, **more) -> tuple[CudaPath, Module]:
+    model, kept = stock(weights(), packs=packs)
+    size = (1 << 30, 0) if packs else (0, 1 << 30)
+    return CudaPath(deployment, settings, [1, 2, 4, 128], lambda: kept, size, device="cpu", **more), model
 
 
 def bind(path: CudaPath, model: Module) -> None:
@@ -68,9 +69,10 @@ def steps() -> dict:
     return guards.current().report()["steps"]
 
 
-def test_a_captured_size_is_fast_and_its_replays_say_so(monkeypatch):
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_captured_size_is_fast_and_its_replays_say_so(monkeypatch, packs):
     launched = replace_kernels(monkeypatch)
-    path, model = make()
+    path, model = make(packs=packs)
     bind(path, model)
     warm, captured = capture(path, model)
     assert warm.shape == captured.shape == (4, model.config.hidden_size) and torch.isfinite(captured).all()
@@ -83,7 +85,7 @@ def test_a_captured_size_is_fast_and_its_replays_say_so(monkeypatch):
     report = guards.current().report()
     assert report["deployment"]["selected"] and "decode/4/cute" in str(report)
     names = [m["name"] for m in report["deployment"]["mutations"]]
-    assert names == ["CudaGraphManager.dispatch", "memory for routed experts"]
+    assert names == ["CudaGraphManager.dispatch", *([] if packs else ["memory for routed experts"])]
 
 
 def test_every_captured_size_is_made_ready_in_the_first_warm_up(monkeypatch):
@@ -225,8 +227,9 @@ def test_one_ranks_refusal_is_everyones(monkeypatch):
     assert "rank 1 refused" in path.refusals[0].detail and capture(path, model) == (None, None)
 
 
-def test_a_second_loading_of_weights_is_refused():
-    path, model = make()
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_second_loading_of_weights_is_refused(packs):
+    path, model = make(packs=packs)
     routed = model.layers[1].mlp.experts.routed_experts
     with pytest.raises(RuntimeError, match="restart the server"):
         routed.quant_method.process_weights_after_loading(routed)

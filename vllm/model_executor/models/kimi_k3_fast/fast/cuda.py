@@ -43,6 +43,7 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
         if chosen.mode == "off":
             return
         routed = {i: experts for i, layer in enumerate(self.model.layers) if (experts := _routed_experts(layer)) is not None}
+        sizes = [KeptExperts.bytes_of(experts) for experts in routed.values()]
         world = get_tensor_model_parallel_world_size()
         largest = vllm_config.scheduler_config.max_num_seqs
         self.fast = CudaPath(
@@ -50,7 +51,7 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
             chosen,
             [size for size in vllm_config.compilation_config.cudagraph_capture_sizes or () if size <= largest],
             lambda: {i: KeptExperts(f"layer {i}", experts) for i, experts in routed.items()},
-            sum(KeptExperts.bytes_of(experts) for experts in routed.values()),
+            (sum(shared for shared, _ in sizes), sum(copied for _, copied in sizes)),
             world,
             tensor_model_parallel_all_reduce if world > 1 else lambda x: x,
             metadata.bind_ranks(current()),

@@ -4,7 +4,8 @@
         --max-model-len 131072 --sizes 1,2,4,8,16,32,64
 
 They go where a server looks for them (`K3FAST_KERNELS`, or the user's cache). The sizes are the decode batches that the server
-captures; another maximum length or exchange is another set of kernels for MLA or for the sums over ranks.
+captures; another maximum length or exchange is another set of kernels for MLA or for the sums over ranks. Stock's backend for the
+experts is HUMMING on Hopper; where a server is told to take another one, `--experts raw` names the kernels that read copies.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 
 from ..model.config import K3Config
 from ..ops import build
+from ..ops import experts as experts_op
+from ..ops.experts import HUMMING, RAW, padded_columns, padded_rows
 from ..ops.experts.torch_form import Weights
 from ..ops.kda import columns
 from .compile_kernels import compile_missing
@@ -36,8 +39,30 @@ def block_size(heads: int) -> int:
     return -(-slot // (2 * LATENT_ROW * 128)) * 128
 
 
-def model_of(c: K3Config, ranks: int) -> Model:
-    """Views of one rank without memory: shapes and dtypes alone. Raises ValueError where K3's features are missing."""
+def layout_of(arch: str, latent: int, width: int) -> str:
+    """The layout of the experts that the kernels will find, with the backend that stock prefers on this architecture."""
+    shape = experts_op.Config(1, latent, width, layout=HUMMING)
+    return HUMMING if arch == "sm_90a" and experts_op.unavailable_reason(shape, arch) is None else RAW
+
+
+def experts_of(experts: int, latent: int, width: int, layout: str) -> Weights:
+    """Experts of one layer without memory."""
+
+    def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    if layout == RAW:
+        sizes = ((2 * width, latent // 2), (2 * width, latent // 32), (latent, width // 2), (latent, width // 32))
+        return Weights(*(made(torch.uint8, experts, *size) for size in sizes))
+    rows, columns, found = padded_rows(2 * width), padded_columns(width), []
+    for n, k in ((rows, latent), (latent, columns)):
+        found += [made(torch.int32, experts, k // 16, 2 * n), made(torch.uint8, experts, k // 32, n)]
+    return Weights(*found, layout=HUMMING, inner=width)
+
+
+def model_of(c: K3Config, ranks: int, arch: str, layout: str | None = None) -> Model:
+    """Views of one rank without memory: shapes and dtypes alone. layout: of the experts, else the one that stock makes. Raises
+    ValueError where K3's features are missing."""
     if None in (c.attn_res_block, c.q_lora_rank, c.latent_size, c.num_experts) or not c.mxfp4_experts:
         raise ValueError("expected a configuration with AttnRes, low-rank query, latent experts in MXFP4, found another")
     assert c.attn_res_block is not None and c.q_lora_rank is not None and c.latent_size is not None and c.num_experts is not None
@@ -47,9 +72,6 @@ def model_of(c: K3Config, ranks: int) -> Model:
 
     def f32(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, device="meta")
-
-    def u8(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.uint8, device="meta")
 
     d, mix = c.hidden_size, Mix(f32(c.hidden_size), bf16(c.hidden_size))
     rank, latent, experts = c.q_lora_rank, c.latent_size, c.num_experts
@@ -73,12 +95,7 @@ def model_of(c: K3Config, ranks: int) -> Model:
         bias=f32(experts),
         down=bf16(latent, d),
         gate_up=bf16(2 * shared, d),
-        experts=Weights(
-            u8(experts, 2 * width, latent // 2),
-            u8(experts, 2 * width, latent // 32),
-            u8(experts, latent, width // 2),
-            u8(experts, latent, width // 32),
-        ),
+        experts=experts_of(experts, latent, width, layout or layout_of(arch, latent, width)),
         norm=bf16(latent),
         up=bf16(d, latent),
         shared_down=bf16(d, shared),
@@ -104,11 +121,17 @@ def model_of(c: K3Config, ranks: int) -> Model:
 
 
 def specs(
-    hf_config: Any, arch: str, ranks: int, max_model_len: int, sizes: Iterable[int] = SIZES, mailbox: bool = False
+    hf_config: Any,
+    arch: str,
+    ranks: int,
+    max_model_len: int,
+    sizes: Iterable[int] = SIZES,
+    mailbox: bool = False,
+    layout: str | None = None,
 ) -> list[build.KernelSpec]:
     """Every kernel of these decode batches, once. Raises ValueError where an operator has none for a shape."""
     c = K3Config.from_hf(hf_config)
-    model, block = model_of(c, ranks), block_size(c.kda_heads // ranks)
+    model, block = model_of(c, ranks, arch, layout), block_size(c.kda_heads // ranks)
     latent = {
         a.name: torch.empty(1, block, LATENT_ROW, device="meta")
         for a in (x.attention for x in model.layers)
@@ -128,12 +151,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
     parser.add_argument("--exchange", choices=("stock", "mailbox"), default="stock")
+    parser.add_argument("--experts", choices=(RAW, HUMMING), help="layout of the experts' weights, else stock's on ARCH")
     parser.add_argument("--list", action="store_true", help="print the kernels, compile none")
     o = parser.parse_args(arguments)
     file = o.model / "config.json" if o.model.is_dir() else o.model
     sizes = [int(size) for size in o.sizes.split(",")]
     ranks, mailbox = o.tensor_parallel_size, o.exchange == "mailbox"
-    found = specs(json.loads(file.read_text()), o.arch, ranks, o.max_model_len, sizes, mailbox)
+    found = specs(json.loads(file.read_text()), o.arch, ranks, o.max_model_len, sizes, mailbox, o.experts)
     if o.list:
         print("\n".join(f"{spec.name}-{build.content_hash(spec, o.arch)}" for spec in found))
         return

@@ -136,7 +136,7 @@ class Executor:
         if len(shapes) > 1:
             raise ValueError(f"expected MoE layers of one shape, found {len(shapes)}")
         chosen, latent = first.router.shape[0], first.down.shape[0]
-        pairs, width, shared = ROWS * first.top_k, first.experts.w13.shape[1] // 2, first.gate_up.shape[0] // 2
+        pairs, width, shared = ROWS * first.top_k, first.experts.width, first.gate_up.shape[0] // 2
         whole = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=self.device)  # noqa: E731
         self.logits, self.z = torch.zeros(ROWS, chosen, device=self.device), self._zeros("bf16", ROWS, latent)
         self.routed, self.shared = self._zeros("bf16", ROWS, latent), self._zeros("bf16", ROWS, shared)
@@ -258,8 +258,8 @@ class Executor:
         chosen, latent, shared = moe.router.shape[0], moe.down.shape[0], moe.gate_up.shape[0] // 2
         beta, linear = m.situ_beta, m.situ_linear_beta
         front = plain(moe_front, moe_front.Config(tokens, m.hidden, chosen, latent, shared, beta=beta, linear_beta=linear))
-        width = moe.experts.w13.shape[1] // 2
-        config = experts.Config(tokens, latent, width, chosen, moe.top_k, beta=beta, linear_beta=linear)
+        width, layout = moe.experts.width, moe.experts.layout
+        config = experts.Config(tokens, latent, width, chosen, moe.top_k, beta=beta, linear_beta=linear, layout=layout)
         routed = experts.plan(config, arch, compiled=load)
         specs.extend(routed.specs)
         choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, grouped=routed.tactic.grouped)

@@ -48,7 +48,8 @@ class FastPathRequired(RuntimeError):
 
 
 class CudaPath:
-    """One rank's fast path. kept: the routed experts of each MoE layer, copied at load. sizes: the padded decode batches that the
+    """One rank's fast path. kept: the routed experts of each MoE layer, taken at load; expert_bytes: of them
+    in stock's memory, and in copies. sizes: the padded decode batches that the
     runner captures. ranks: of the tensor-parallel group; reduce: its all-reduce; all_gather: over its host side (None: one rank);
     mailbox: makes this rank's of so many words, at the same point on every rank (None: `reduce` sums all).
     """
@@ -59,7 +60,7 @@ class CudaPath:
         settings: Settings,
         sizes: Sequence[int],
         kept: Callable[[], dict[int, KeptExperts]],
-        copied_bytes: int,
+        expert_bytes: tuple[int, int],
         ranks: int = 1,
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         all_gather: AllGather | None = None,
@@ -83,9 +84,17 @@ class CudaPath:
         mutations: list[Mutation] = []
         if not self.refusals:
             self.kept = kept()
-            size = f"{copied_bytes / 2**30:.2f} GiB"
-            why = "stock repacks the routed experts and drops the layout that the kernels read: a copy is kept beside it"
-            mutations = [DISPATCH, Mutation("memory for routed experts", size, f"twice {size}", why)]
+            mutations = [DISPATCH]
+            shared, copied = expert_bytes
+            if copied:
+                size = f"{copied / 2**30:.2f} GiB"
+                why = "stock repacks the routed experts and drops the layout that the kernels read: a copy is kept beside it"
+                mutations.append(Mutation("memory for routed experts", size, f"twice {size}", why))
+            logger.info(
+                "Kimi K3 fast path: routed experts of %.2f GiB are read as stock packs them, %.2f GiB are copied",
+                shared / 2**30,
+                copied / 2**30,
+            )
         self.guard.configure(settings)
         self._facts, self._mutations = deployment.facts() | {"backend": BACKEND}, mutations
         self.guard.deployment(self.refusals, self._facts, mutations)

@@ -1,10 +1,10 @@
 """Views of stock vLLM's K3 modules for the CUDA kernels: where the weights lie, and the little that has to be made of them.
 
 Stock keeps the layouts that the kernels read: packed projections, W_UK and W_UV as views of kv_b, BF16 everywhere but the
-experts. Two things are made here, once. The AttnRes score rows (norm weight times projection row, fp32) are small. The routed
-experts are large: stock repacks MXFP4 for its own kernels and drops the checkpoint's layout, which ours read, so `KeptExperts`
-copies it right before stock repacks. Nothing of stock's is changed. Modules are read by attribute; no class of vLLM is named
-here.
+experts. The AttnRes score rows (norm weight times projection row, fp32) are made here, once; they are small. The routed experts
+are large. Where stock packs their MXFP4 for its backend HUMMING, as on Hopper, the kernels read that layout in place. Other
+backends' layouts they do not read, and stock drops the checkpoint's, so `KeptExperts` copies it right before stock repacks.
+Nothing of stock's is changed. Modules are read by attribute; no class of vLLM is named here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..ops.experts.torch_form import Weights
 from ..ops.mla import LATENT, NOPE, ROPE, VALUE
 
 HEAD = 128  # K and V dimension of a KDA head
+PACKING_BACKEND = "HUMMING"  # stock's name of the backend whose layout the kernels read
 
 
 class LayoutError(ValueError):
@@ -143,7 +144,8 @@ class Prepared:
 
 
 class KeptExperts:
-    """The checkpoint's layout of one layer's routed experts, copied right before stock repacks it.
+    """One layer's routed experts as the kernels read them: stock's own tensors where its backend packs them in a layout that the
+    kernels know, else a copy of the checkpoint's layout, made right before stock repacks it.
 
     routed: stock's module of the experts, which owns `quant_method` and the raw tensors until that method has processed them.
     """
@@ -155,28 +157,51 @@ class KeptExperts:
         method = routed.quant_method
         process = method.process_weights_after_loading
 
-        def keep_then_process(layer: Any) -> None:
+        def keep_and_process(layer: Any) -> None:
             if self.weights is not None:
                 raise RuntimeError(
-                    f"{name}: expected one load of weights, found a second. The fast path keeps a copy of the experts, "
-                    "and graphs that read it: restart the server for new weights, or serve with mode 'off'."
+                    f"{name}: expected one load of weights, found a second. The fast path's graphs read the first one's "
+                    "experts: restart the server for new weights, or serve with mode 'off'."
                 )
+            shared = self.shares(layer)
             try:
-                self.take(layer)
+                raw = self.raw(layer)
             except ValueError as error:  # told when the views are taken: whether it ends the server is the mode's word
                 self.problem = str(error)
+                process(layer)
+                return
+            width = raw.width
+            if not shared:
+                self.weights = Weights(*(t.clone() for t in (raw.w13, raw.s13, raw.w2, raw.s2)))
+            del raw  # stock frees them one by one
             process(layer)
+            if shared:
+                try:
+                    self.weights = self.view(layer, width)
+                except ValueError as error:
+                    self.problem = str(error)
 
-        method.process_weights_after_loading = keep_then_process
+        method.process_weights_after_loading = keep_and_process
 
     @staticmethod
-    def bytes_of(routed: Any) -> int:
-        """What a copy takes, known before anything is loaded."""
-        found = (getattr(routed, name, None) for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"))
-        return sum(t.numel() * t.element_size() for t in found if t is not None)
+    def shares(routed: Any) -> bool:
+        """Whether stock will pack these experts, still raw, in a layout that the kernels read."""
+        backend = getattr(getattr(routed.quant_method, "mxfp4_backend", None), "name", "")
+        raw = getattr(routed, "w13_weight", None)
+        if backend != PACKING_BACKEND or raw is None or raw.dim() != 3:
+            return False
+        shape = experts_op.Config(1, 2 * raw.shape[2], raw.shape[1] // 2, layout=experts_op.HUMMING)
+        return experts_op.unavailable_reason(shape, experts_op.ARCHS[0]) is None
 
-    def take(self, layer: Any) -> None:
-        """Copy `w13_weight` [E, 2 I, L/2], `w2_weight` [E, L, I/2] and their scales, all uint8. Raises LayoutError."""
+    @classmethod
+    def bytes_of(cls, routed: Any) -> tuple[int, int]:
+        """What is read in stock's own memory, and what a copy takes: known before anything is loaded."""
+        found = (getattr(routed, name, None) for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"))
+        size = sum(t.numel() * t.element_size() for t in found if t is not None)
+        return (size, 0) if cls.shares(routed) else (0, size)
+
+    def raw(self, layer: Any) -> Weights:
+        """`w13_weight` [E, 2 I, L/2], `w2_weight` [E, L, I/2] and their scales, all uint8. Raises LayoutError."""
         raw = [getattr(layer, f"{name}_weight{kind}", None) for name in ("w13", "w2") for kind in ("", "_scale")]
         for tensor, what in zip(raw, ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"), strict=True):
             if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 3:
@@ -193,7 +218,24 @@ class KeptExperts:
             if tuple(tensor.shape) != shape:
                 raise LayoutError(f"{self.name}, {what}: expected {shape}, found {tuple(tensor.shape)}")
         experts_op.check_scales(s13, s2)
-        self.weights = Weights(w13.clone(), s13.clone(), w2.clone(), s2.clone())
+        return Weights(w13, s13, w2, s2)
+
+    def view(self, layer: Any, width: int) -> Weights:
+        """Stock's packed tensors of experts `width` wide. Raises LayoutError where they are not the layout that is read."""
+        latent = layer.w2_weight.shape[2] // 2
+        found = []
+        for name, rows, columns in (("w13", 2 * width, latent), ("w2", latent, width)):
+            packing = layer.humming_configs[name]
+            types = {part: str(getattr(packing, f"{part}_dtype")) for part in ("a", "b", "bs", "c")}
+            wanted = {"a": "bfloat16", "b": "float4e2m1", "bs": "float8e8m0", "c": "bfloat16"}
+            if types != wanted or packing.use_native_dequant or packing.use_fused_e8m0_scale or packing.has_zero_point:
+                raise LayoutError(f"{self.name}, {name}: expected packing for {wanted} by shifts, found {types}: {packing}")
+            experts, n, k = layer.w13_weight.shape[0], experts_op.padded_rows(rows), experts_op.padded_columns(columns)
+            codes, scales = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+            found.append(_need(f"{self.name}, packed {name}", codes, torch.int32, experts, k // 16, 2 * n))
+            scales = _need(f"{self.name}, packed {name} scales", scales, torch.float8_e8m0fnu, experts, k // 32, n)
+            found.append(scales.view(torch.uint8))
+        return Weights(*found, layout=experts_op.HUMMING, inner=width)
 
 
 def _need(where: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -302,7 +344,7 @@ def _mla(where: str, attention: Any, hidden: int, made: Prepared) -> Mla:
 
 def _moe(where: str, moe: Any, hidden: int, eps: float, kept: KeptExperts) -> Moe:
     if kept.weights is None:
-        raise LayoutError(f"{where}: expected a copy made before stock repacked them, found none: {kept.problem}")
+        raise LayoutError(f"{where}: expected them as the kernels read them, found none: {kept.problem}")
     if moe.shared_experts is None or moe.routed_expert_norm is None or moe.routed_expert_norm.variance_epsilon != eps:
         raise LayoutError(f"{where}: expected shared experts and a latent norm of epsilon {eps}, found another kind of MoE")
     bf16, experts = torch.bfloat16, moe.gate.weight.shape[0]

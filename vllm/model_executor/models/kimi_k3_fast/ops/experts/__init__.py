@@ -278,8 +278,10 @@ def fitted(config: Config, tactic: Tactic | PackedTactic) -> Tactic | PackedTact
     """
     if config.tokens > COLUMNS and not tactic.grouped:
         return default_tactic(config)
-    if isinstance(tactic, PackedTactic):
-        return _fitted_packed(config, tactic)
+    return _fitted_packed(config, tactic) if isinstance(tactic, PackedTactic) else _fitted_raw(config, tactic)
+
+
+def _fitted_raw(config: Config, tactic: Tactic) -> Tactic:
     height, rows, entries = _fitting(tactic.height, config.hidden), _rows(config), _entries(config)
     if tactic.grouped:
         split, slots = _fitting(tactic.split, config.hidden // GROUP), max(1, min(tactic.slots, config.tokens))
@@ -389,7 +391,7 @@ def chosen_tactic(config: Config, arch: str) -> Tactic | PackedTactic:
     return fitted(config, kind(**min(rows, key=lambda row: row["tokens"])["tactic"]))
 
 
-def tactics(config: Config) -> list[Tactic] | list[PackedTactic]:
+def tactics(config: Config) -> list[Tactic | PackedTactic]:
     """What the benchmark compares."""
     if config.layout == HUMMING:
         cuts = [replace(_packed(config), **cut) for cut in PACKED_CUTS] if config.tokens <= COLUMNS else []
@@ -399,7 +401,7 @@ def tactics(config: Config) -> list[Tactic] | list[PackedTactic]:
     wanted = [replace(PAIRS, **cut) for cut in PAIRS_CUTS] if config.tokens <= COLUMNS else []
     if config.tokens >= COLUMNS // 2:
         wanted += [replace(_grouped(config), **cut) for cut in GROUPED_CUTS]
-    found = dict.fromkeys(fitted(config, tactic) for tactic in wanted)
+    found = dict.fromkeys(_fitted_raw(config, tactic) for tactic in wanted)
     return [tactic for tactic in found if tactic.depth and tactic.stages > 1]
 
 
@@ -407,6 +409,8 @@ def specs_for(config: Config, tactic: Tactic | PackedTactic) -> tuple[KernelSpec
     """The kernels of one tactic, in launch order."""
     t, n = Sym("tokens"), Sym("pairs")
     k, hidden, width, e = config.top_k, config.hidden, config.width, config.experts
+    w13: KernelConfig | PackedConfig
+    w2: KernelConfig | PackedConfig
     if isinstance(tactic, PackedTactic):
         w13, w2, name = *_packed_configs(config, tactic), "packed_grouped" if tactic.grouped else "packed"
         rows, columns = padded_rows(2 * width), padded_columns(width)

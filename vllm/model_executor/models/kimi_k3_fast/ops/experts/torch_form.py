@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,8 +28,8 @@ class Weights:
     s13: torch.Tensor
     w2: torch.Tensor
     s2: torch.Tensor
-    layout: str = RAW
-    inner: int = 0
+    layout: str = field(default=RAW, kw_only=True)
+    inner: int = field(default=0, kw_only=True)
 
     @property
     def width(self) -> int:
