@@ -1,20 +1,19 @@
-"""Servers of rank slices on GPUs, for the tests of this folder: four layers of each kind of work, random weights, a tokenizer.
+"""Servers of rank slices on GPUs, for the tests of this folder: a few layers of each kind, random weights, a tokenizer.
 
 Sizes of a layer are those of a rank at TP8; the vocabulary is the tokenizer's. The fork serves with `allow_unvalidated`: these
-tests are what validates it.
+tests are what validates it. Several engines share a GPU, so each has a cache of given size.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "slice"
-LAYERS = 8
+LAYERS = 5
 BUDGET = 2048  # tokens of a step: a longer prompt comes in chunks
 LENGTH = 8192
+CACHE = 1 << 30  # bytes: 1213 blocks of 768 tokens
 TRAINED = ROOT / "checkpoints/k3-tiny"
 LOGS = ROOT / ".demo"  # stay after the run, for whoever asks why a test failed
 
@@ -37,33 +37,58 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def write_model(folder: Path, tp: int, full_tp: int = 8) -> Path:
-    """config.json of the slice, and the trained checkpoint's tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = rank_slice.config(full_tp, tp, LAYERS)
+def sizes(requests: int) -> list[int]:
+    """The decode batches that are captured."""
+    return [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= requests]
+
+
+def config(tp: int, full_tp: int = 8) -> dict[str, Any]:
+    """config.json of the slice, with the trained checkpoint's vocabulary."""
     theirs = json.loads((TRAINED / "config.json").read_text())
-    config |= {key: theirs[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
-    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = {key: theirs[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
+    return rank_slice.config(full_tp, tp, LAYERS) | vocabulary
+
+
+def write_model(folder: Path, tp: int) -> Path:
+    """The slice's config and the trained checkpoint's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(tp)))
     for file in TRAINED.glob("tokenizer*"):
         shutil.copy(file, folder / file.name)
     return folder
 
 
+def compile_kernels(wanted: Iterable[tuple[int, Sequence[int], bool]]) -> None:
+    """Those of several engines at once, which would otherwise compile against each other. wanted: (ranks, sizes, mailbox)."""
+    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_ahead
+    from vllm.model_executor.models.kimi_k3_fast.fast.compile_kernels import compile_missing
+    from vllm.model_executor.models.kimi_k3_fast.ops import build
+
+    arch = build.device_arch()
+    found = [spec for tp, tokens, mailbox in wanted for spec in cuda_ahead.specs(config(tp), arch, tp, LENGTH, tokens, mailbox)]
+    compile_missing(found, arch, print)
+
+
 def environment(folder: Path) -> dict[str, str]:
-    """What a process needs to know the plug-ins: the weights' and the fork's."""
-    path = [*filter(None, [os.environ.get("PYTHONPATH")]), *rank_slice.entry_points(folder)]
+    """What a process needs to know the plug-ins: the weights', the fork's, and the tests' own."""
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), *rank_slice.entry_points(folder), str(Path(__file__).parent)]
+    info = folder / "k3_sabotage-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: k3-sabotage\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nk3_sabotage = sabotage:register\n")
     return {
         "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_PLUGINS": f"{rank_slice.WEIGHTS_PLUGIN},{rank_slice.FORK_PLUGIN}",
-        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "VLLM_PLUGINS": f"{rank_slice.WEIGHTS_PLUGIN},{rank_slice.FORK_PLUGIN},k3_sabotage",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache and /collective_rpc
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "K3FAST_JOBS": os.environ.get("K3FAST_JOBS", "4"),  # should a kernel be missing: engines start side by side
         **rank_slice.NO_MULTICAST,
         "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
 
 
-def options(tp: int, blocks: int, requests: int = 64) -> dict[str, Any]:
+def options(tp: int, requests: int) -> dict[str, Any]:
     """Engine options, as `vllm.LLM` takes them."""
     return {
         "load_format": rank_slice.LOAD_FORMAT,
@@ -72,12 +97,9 @@ def options(tp: int, blocks: int, requests: int = 64) -> dict[str, Any]:
         "max_model_len": LENGTH,
         "max_num_seqs": requests,
         "max_num_batched_tokens": BUDGET,
-        "num_gpu_blocks_override": blocks,
-        "gpu_memory_utilization": 0.8,
-        "compilation_config": {
-            "cudagraph_capture_sizes": [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= requests],
-            "cudagraph_mode": "FULL_AND_PIECEWISE",
-        },
+        "kv_cache_memory_bytes": CACHE,
+        "gpu_memory_utilization": 0.05,  # of no effect beside the line above, but checked against what is free
+        "compilation_config": {"cudagraph_capture_sizes": sizes(requests), "cudagraph_mode": "FULL_AND_PIECEWISE"},
     }
 
 
@@ -85,16 +107,24 @@ def fork(**settings: Any) -> dict[str, Any]:
     return {"kimi_k3_fast": {"mode": "require", "allow_unvalidated": True, **settings}}
 
 
-def serve(folder: Path, tp: int, blocks: int, settings: Mapping[str, Any], log: str, **more: Any) -> Server:
+def serve(folder: Path, tp: int, settings: Mapping[str, Any], log: str, requests: int, **more: Any) -> Server:
     """A server of the slice, not yet started. more: further options of `vllm serve`, as `options` names them."""
     args = ["--served-model-name", NAME]
-    for name, value in {**options(tp, blocks), "additional_config": settings, **more}.items():
+    for name, value in {**options(tp, requests), "additional_config": settings, **more}.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             args.append(flag if value else flag.replace("--", "--no-", 1))
         else:
             args += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return Server(write_model(folder / "model", tp), args, log=LOGS / log, environ=environment(folder / "entry"))
+
+
+def rpc(url: str, method: str, *args: str) -> list[Any]:
+    """What `method` of the worker gave, rank by rank."""
+    data = json.dumps({"method": method, "args": list(args)}).encode()
+    asked = urllib.request.Request(f"{url}/collective_rpc", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        return json.load(answer)["results"]
 
 
 def get(url: str, timeout: float = 30.0) -> tuple[int, str]:
@@ -128,18 +158,9 @@ def gpu_memory() -> list[int]:
     return [int(line) for line in text.splitlines()]
 
 
-def workers(server: Server) -> list[int]:
+def workers(url: str) -> list[int]:
     """Process ids of the server's tensor-parallel workers, by rank."""
-    import psutil
-
-    assert server.process is not None
-    found = {}
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        title = re.search(r"Worker_TP(\d+)", " ".join(process.cmdline()))
-        if title:
-            found[int(title[1])] = process.pid
-    assert len(found) > 1, "expected processes titled Worker_TP0, Worker_TP1, found none"
-    return [found[rank] for rank in sorted(found)]
+    return [int(pid) for pid in rpc(url, "k3_pid")]
 
 
 def wait_for(what: str, seconds: float, true: Any) -> float:
