@@ -691,7 +691,8 @@ class Launch:
         return step
 
     def _synchronise(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
-        if name.startswith(("griddepcontrol", "fence", "prefetch", "membar", "bar.warp.sync")):  # a warp's lanes meet by themselves
+        # A warp's lanes meet by themselves.
+        if name.startswith(("griddepcontrol", "fence", "prefetch", "membar", "bar.warp.sync")):
             return lambda warp, mask: None
         if name.startswith("cp.async.bulk.prefetch.L2"):
             first, length = self._address(operands[0], scopes), self._source(operands[1], "u32", scopes)
