@@ -337,17 +337,18 @@ def kernels(graph: torch.cuda.CUDAGraph) -> list[tuple[float, float, str]]:
 
 
 def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str, float]]:
-    """(name, us) of each kernel of a layer, in order: how much later than all before it ended; mean over all layers but the
+    """(name, us) of each kernel of a layer, in order: how much later than all before it ended; median over all layers but the
     first.
     """
-    ends, last = [0.0] * launches, 0.0
+    ends: list[list[float]] = [[] for _ in range(launches)]
+    last = 0.0
     for i, (start, us, _) in enumerate(rows):
         if i >= launches:
-            ends[i % launches] += max(start + us - last, 0.0)
+            ends[i % launches].append(max(start + us - last, 0.0))
         last = max(last, start + us)
     ours = [name.removeprefix("kernel_cutlass__") for _, _, name in rows[:launches]]
     short = [name.split("_Static")[0].split("_Dynamic")[0][:40] for name in ours]
-    return [(name, total / (len(rows) / launches - 1)) for name, total in zip(short, ends, strict=True)]
+    return [(name, statistics.median(found)) for name, found in zip(short, ends, strict=True)]
 
 
 def specs_of(

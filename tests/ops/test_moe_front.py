@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from yardstick import check_error, replay_with
+from yardstick import check_error, played, replay_with, scratch_of
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import build, single
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_front as op
+from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_front import reference
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_front.torch_form import route
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import TILE, Tactic, ring_tactic
@@ -44,15 +45,36 @@ def test_the_served_shapes_are_covered(rows: tuple[int, int, int], tokens: int) 
 
 def test_refuses_what_it_cannot_compute() -> None:
     assert op.unavailable_reason(SMALL[0], "sm_80").reason is Reason.OP_ARCH
-    assert op.unavailable_reason(op.Config(1, 200, 48, 80, 32), "sm_90a").reason is Reason.OP_SHAPE
+    odd = op.Config(1, 256, 48, 80, 33, tactic=LIBRARY)
+    for config in (op.Config(1, 200, 48, 80, 32), odd, op.Config(65, 256, 48, 80, 32, tactic=LIBRARY)):
+        assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
+    assert op.Config(64, 256, 48, 80, 33).chosen is not LIBRARY
     for refused in (op.TopkConfig(1, 2000, 16), op.TopkConfig(1, ahead=op.Ahead(8, 60, 16))):
         assert op.topk_unavailable_reason(refused, "sm_90a").reason is Reason.OP_SHAPE
+
+
+LIBRARYS = [
+    op.Config(5, 256, 48, 80, 32, tactic=LIBRARY),
+    op.Config(64, 128, 16, 24, 300, linear_beta=None),  # more columns than a block of SiTU has threads
+]
+
+
+@pytest.mark.parametrize("config", LIBRARYS, ids=str)
+def test_the_librarys_products_and_situ(config: op.Config, monkeypatch: pytest.MonkeyPatch, shared_store: build.Store) -> None:
+    plan = op.plan(config, "sm_90a")
+    monkeypatch.setattr(single, "get", played((-(-config.shared // 256), config.tokens)))
+    for scale in (1.0, 40.0):  # the second saturates SiTU
+        case, out = _case(config, 6, scale, "cpu"), _outputs(config, "cpu")
+        op.run(plan, **case, **out, scratch=scratch_of(plan, "cpu"))
+        _check(config, case, out)
+    with pytest.raises(ValueError, match="expected a buffer gate_up"):
+        op.run(plan, **case, **out)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        *map(op.spec, SMALL),
+        *map(op.spec, [*SMALL, LIBRARYS[0]]),
         *map(
             op.topk_spec,
             (
@@ -78,11 +100,11 @@ def _ring(tokens: int) -> op.Config:
     return op.Config(tokens, 7168, 896, 3584, 768, tactic=tactic)
 
 
-def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
+def _case(config: op.Config, seed: int, scale: float = 1.0, device: str = "cuda") -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int, size: float) -> torch.Tensor:
-        return (torch.randn(*shape, device="cuda", generator=generator) * size).bfloat16()
+        return (torch.randn(*shape, device=device, generator=generator) * size).bfloat16()
 
     size = config.columns**-0.5
     return {
@@ -93,13 +115,13 @@ def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.T
     }
 
 
-def _outputs(config: op.Config) -> dict[str, torch.Tensor]:
+def _outputs(config: op.Config, device: str = "cuda") -> dict[str, torch.Tensor]:
     shapes = {
         "logits": (config.experts, torch.float32),
         "z": (config.latent, torch.bfloat16),
         "hidden": (config.shared, torch.bfloat16),
     }
-    return {name: torch.full((config.tokens, n), float("nan"), device="cuda", dtype=dtype) for name, (n, dtype) in shapes.items()}
+    return {name: torch.full((config.tokens, n), float("nan"), device=device, dtype=dtype) for name, (n, dtype) in shapes.items()}
 
 
 def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
@@ -112,21 +134,31 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config", [*SMALL, *(op.Config(t, 7168, 896, 3584, 768) for t in (1, 16, 64)), *map(_ring, (1, 8, 16, 64))], ids=str
+    "config",
+    [
+        *SMALL,
+        *LIBRARYS,
+        *(op.Config(t, 7168, 896, 3584, 768) for t in (1, 16, 64)),
+        op.Config(32, 7168, 896, 3584, 384, tactic=LIBRARY),
+        op.Config(64, 7168, 896, 3584, 768, tactic=op.Config(64, 7168, 896, 3584, 768).shape.tactic),
+        *map(_ring, (1, 8, 16, 64)),
+    ],
+    ids=str,
 )
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
     for seed, scale in ((0, 1.0), (1, 40.0)):  # the second saturates SiTU
         case, out = _case(config, seed, scale), _outputs(config)
-        op.run(plan, **case, **out)
+        op.run(plan, **case, **out, scratch=scratch_of(plan))
         _check(config, case, out)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 7168, 896, 3584, 768), _ring(1)], ids=str)
+@pytest.mark.parametrize("config", [*(op.Config(t, 7168, 896, 3584, 768) for t in (1, 64)), _ring(1)], ids=str)
 def test_replay_sees_changed_inputs(config: op.Config) -> None:
     plan, case, out = op.plan(config, build.device_arch()), _case(config, 2), _outputs(config)
-    replay_with(lambda: op.run(plan, **case, **out), case, {"m": _case(config, 3)["m"]}, list(out.values()))
+    scratch = scratch_of(plan)
+    replay_with(lambda: op.run(plan, **case, **out, scratch=scratch), case, {"m": _case(config, 3)["m"]}, list(out.values()))
     _check(config, case, out)
 
 

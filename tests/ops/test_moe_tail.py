@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from bulk_machine import run as run_ptx
-from yardstick import check_error, replay_with
+from yardstick import check_error, played, replay_with, scratch_of
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import build, single
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_tail as op
+from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_tail import reference
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, ring_tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
@@ -27,6 +28,11 @@ SMALL = [
     ),
 ]
 SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, passing=True, rehearse=True))]
+LIBRARYS = [
+    op.Config(5, 80, 320, 64, tactic=LIBRARY),  # a warp of the norm in part
+    op.Config(64, 80, 64, 128),
+    op.Config(2, 32, 4160, 64, tactic=LIBRARY),  # more columns than the norm's threads take at once
+]
 
 
 def test_reference_agrees_with_the_plain_form() -> None:
@@ -43,11 +49,31 @@ def test_the_served_shapes_are_covered(shared: int, tokens: int) -> None:
 
 def test_refuses_what_it_cannot_compute() -> None:
     assert op.unavailable_reason(SMALL[0], "sm_80").reason is Reason.OP_ARCH
-    for config in (op.Config(1, 80, 256, 40), op.Config(0, 80, 256, 64), op.Config(1, 80, 256, 64, r_dtype="f16")):
+    by_library = op.Config(65, 80, 256, 64, tactic=LIBRARY)
+    for config in (
+        op.Config(1, 80, 256, 40),
+        op.Config(0, 80, 256, 64),
+        op.Config(1, 80, 256, 64, r_dtype="f16"),
+        by_library,
+        replace(by_library, tokens=64, r_dtype="f32"),
+    ):
         assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
 
 
-@pytest.mark.parametrize("config", SMALL, ids=str)
+@pytest.mark.parametrize("config", LIBRARYS, ids=str)
+def test_the_librarys_products_and_the_norm(
+    config: op.Config, monkeypatch: pytest.MonkeyPatch, shared_store: build.Store
+) -> None:
+    plan, case = op.plan(config, "sm_90a"), _case(config, 7, "cpu")
+    monkeypatch.setattr(single, "get", played((config.tokens,)))
+    delta = torch.full((config.tokens, config.rows), float("nan"), dtype=torch.bfloat16)
+    op.run(plan, **case, delta=delta, scratch=scratch_of(plan, "cpu"))
+    check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))
+    with pytest.raises(ValueError, match="expected a buffer normed"):
+        op.run(plan, **case, delta=delta)
+
+
+@pytest.mark.parametrize("config", [*SMALL, LIBRARYS[0]], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
 
@@ -94,15 +120,15 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     for seed, scale in ((0, 1.0), (1, 1e-4), (2, 1e3)):
         case = _case(config, seed, scale=scale)
         delta = torch.full((config.tokens, config.rows), float("nan"), device="cuda", dtype=torch.bfloat16)
-        op.run(plan, **case, delta=delta)
+        op.run(plan, **case, delta=delta, scratch=scratch_of(plan))
         check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 7168, 3584, 768), SMALL[1], _ring(1), SMALL[-1]], ids=str)
+@pytest.mark.parametrize("config", [*(op.Config(t, 7168, 3584, 768) for t in (1, 64)), SMALL[1], _ring(1), SMALL[-1]], ids=str)
 def test_replay_sees_changed_inputs(config: op.Config) -> None:
     plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 3), _case(config, 4)
     delta = torch.empty(config.tokens, config.rows, device="cuda", dtype=torch.bfloat16)
-    changed = {name: fresh[name] for name in ("r", "hidden")}
-    replay_with(lambda: op.run(plan, **case, delta=delta), case, changed, [delta])
+    changed, scratch = {name: fresh[name] for name in ("r", "hidden")}, scratch_of(plan)
+    replay_with(lambda: op.run(plan, **case, delta=delta, scratch=scratch), case, changed, [delta])
     check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))

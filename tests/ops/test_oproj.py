@@ -17,6 +17,7 @@ from vllm.model_executor.models.kimi_k3_fast.comm import Box, Mailbox, PeerLost
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import oproj as op
+from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.oproj.reference import oproj, torch_form
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
@@ -30,6 +31,7 @@ SMALL = [
 ]
 ODD = op.Config(5, 142, 256, world=2, shots=2, tactic=Tactic(groups=3, k_warps=4), bound_ns=BOUND_NS)  # shares of 47 and 48 rows
 RING = replace(ODD, tactic=Tactic(groups=3, k_warps=2, tiles=3, stages=2, chunk=64, fetchers=2, height=48))
+LIBRARYS = [op.Config(t, 160, 256, update=u, tactic=LIBRARY) for t, u in ((3, "write"), (64, "add"))]
 SPLIT = op.Config(9, 160, 512, world=2, shots=2, tactic=Tactic(groups=4, splits=2, k_warps=4), bound_ns=BOUND_NS)
 
 
@@ -52,7 +54,14 @@ def test_the_served_shapes_have_a_plan(world: int, columns: int, tokens: int) ->
 def test_refuses_what_it_cannot_compute() -> None:
     assert op.unavailable_reason(op.Config(1, 64, 128), "sm_80").reason is Reason.OP_ARCH
     crowded = op.Config(1, 7168, 128, world=2, tactic=Tactic(groups=200, tiles=3))
-    for config in (op.Config(1, 64, 128, world=3), op.Config(1, 64, 128, update="sub"), op.Config(65, 64, 128), crowded):
+    librarys = (op.Config(64, 64, 128, world=2, tactic=LIBRARY), op.Config(65, 64, 128, tactic=LIBRARY))
+    for config in (
+        *librarys,
+        op.Config(1, 64, 128, world=3),
+        op.Config(1, 64, 128, update="sub"),
+        op.Config(65, 64, 128),
+        crowded,
+    ):
         assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
         with pytest.raises(ValueError, match="expected"):
             op.plan(config, "sm_90a")
@@ -72,6 +81,23 @@ def test_every_pair_has_one_word_and_one_owner(config: op.Config) -> None:
                 assert place not in seen, f"{(group, pair)} and {seen[place]} share a word"
                 seen[place] = (group, pair)
                 assert 0 <= place[1] < config.words and 0 <= place[0] < world
+
+
+@pytest.mark.parametrize("config", LIBRARYS, ids=str)
+def test_the_librarys_product_of_one_rank(config: op.Config) -> None:
+    y, weight = torch.randn(config.tokens, config.columns).bfloat16(), torch.randn(config.rows, config.columns).bfloat16()
+    before = torch.randn(config.tokens, config.rows).bfloat16()
+    prefix = before.clone() if config.update == "add" else torch.full_like(before, float("nan"))
+    plan = op.plan(config, "sm_90a")
+    assert plan.spec is None and plan.words == 0 and "library" in str(plan)
+    op.run(plan, y, weight, prefix)
+    case = ([y], [weight], before, config.update)
+    check_error(prefix, oproj(*case), torch_form(*case))
+
+
+def test_with_ranks_many_tokens_are_a_kernels() -> None:
+    assert op.Config(64, 7168, 1536).chosen is LIBRARY
+    assert op.plan(op.Config(64, 7168, 1536, world=8), "sm_90a").spec is not None
 
 
 def test_a_mailbox_that_does_not_fit_is_refused() -> None:
@@ -137,7 +163,7 @@ class Ranks:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT, RING, replace(RING, shots=1)], ids=str)
+@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT, RING, replace(RING, shots=1), *LIBRARYS], ids=str)
 def test_numbers_over_many_epochs(config: op.Config) -> None:
     ranks = Ranks(config)
     for seed in range(5):
@@ -151,7 +177,9 @@ def test_numbers_over_many_epochs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [SMALL[0], ODD, RING, op.Config(2, 160, 256, world=4, shots=1, bound_ns=BOUND_NS)], ids=str)
+@pytest.mark.parametrize(
+    "config", [SMALL[0], ODD, RING, LIBRARYS[1], op.Config(2, 160, 256, world=4, shots=1, bound_ns=BOUND_NS)], ids=str
+)
 def test_replays_in_a_graph_with_other_inputs(config: op.Config) -> None:
     ranks = Ranks(config)
     ranks.launch()

@@ -12,6 +12,7 @@ from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import projection as op
+from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.projection.reference import projection
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, default_tactic, ring_tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
@@ -54,6 +55,30 @@ def test_refuses_what_it_cannot_compute() -> None:
             op.plan(config, "sm_90a")
 
 
+def test_many_tokens_are_the_librarys_and_few_are_a_rings() -> None:
+    for tokens, rows in ((48, 6288), (64, 6288), (64, 3648), (64, 80)):
+        config = op.Config(tokens, rows, 7168)
+        assert config.chosen is LIBRARY and op.spec(config) is None
+        assert "library" in str(op.plan(config, "sm_90a")) and op.plan(config, "sm_90a").scratch_shapes() == {}
+    for tokens, rows, columns in ((1, 3648, 7168), (16, 3216, 7168), (8, 7168, 768)):  # no row of the table has them
+        assert op.Config(tokens, rows, columns).shape.tactic.chunk == 512
+        assert op.unavailable_reason(op.Config(tokens, rows, columns), "sm_100a") is None
+    assert not op.Config(1, 49376, 7168).shape.tactic.chunk, "a group's rows do not fit a stage"
+    assert op.unavailable_reason(op.Config(65, 6288, 7168, tactic=LIBRARY), "sm_90a").reason is Reason.OP_SHAPE
+
+
+@pytest.mark.parametrize("out", ["bf16", "f32"])
+@pytest.mark.parametrize("tokens", [1, 33, 64])
+def test_the_librarys_product(tokens: int, out: str) -> None:
+    config = op.Config(tokens, 160, 448, out, tactic=LIBRARY)
+    a, w = torch.randn(tokens, config.columns).bfloat16(), torch.randn(config.rows, config.columns).bfloat16()
+    found = torch.full((tokens, config.rows), float("nan"), dtype=build.DTYPES[out][1])
+    op.run(op.plan(config, "sm_90a"), a, w, found)
+    check_error(found, projection(a, w), _plain({"a": a, "w": w}, out))
+    with pytest.raises(ValueError, match="expected an output of"):
+        op.run(op.plan(config, "sm_90a"), a, w, found[:, 1:])
+
+
 @pytest.mark.parametrize("config", [*SMALL[2:], *RINGS], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
@@ -88,7 +113,16 @@ def test_a_ring_gives_the_right_numbers_in_any_order_of_warps(config: op.Config,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config", [*SMALL, *RINGS, *(op.Config(t, 6288, 7168) for t in (1, 8, 16, 64)), *map(_ring, (1, 8, 16, 32, 64))], ids=str
+    "config",
+    [
+        *SMALL,
+        *RINGS,
+        *(op.Config(t, 6288, 7168) for t in (1, 8, 16, 64)),
+        op.Config(64, 6288, 7168, tactic=default_tactic(6288, (7168,), 64)),
+        *(op.Config(t, 3216, 7168, out, tactic=LIBRARY) for t, out in ((1, "bf16"), (32, "bf16"), (64, "f32"))),
+        *map(_ring, (1, 8, 16, 32, 64)),
+    ],
+    ids=str,
 )
 def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
     plan = op.plan(config, build.device_arch())
@@ -100,7 +134,7 @@ def test_error_is_within_twice_pytorchs(config: op.Config) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), SMALL[-1], _ring(1), RINGS[1]], ids=str)
+@pytest.mark.parametrize("config", [op.Config(1, 6288, 7168), op.Config(64, 6288, 7168), SMALL[-1], _ring(1), RINGS[1]], ids=str)
 def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) -> None:
     plan, case, fresh = op.plan(config, build.device_arch()), _case(config, 2), _case(config, 3)
     out = torch.empty(config.tokens, config.rows, device="cuda", dtype=build.DTYPES[config.out][1])
@@ -109,7 +143,7 @@ def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [op.Config(8, 6288, 7168), _ring(8)], ids=str)
+@pytest.mark.parametrize("config", [op.Config(8, 6288, 7168), op.Config(8, 6288, 7168, tactic=LIBRARY), _ring(8)], ids=str)
 def test_a_token_does_not_see_the_others(config: op.Config) -> None:
     plan, case = op.plan(config, build.device_arch()), _case(config, 4)
     out, again = (torch.empty(8, 6288, device="cuda", dtype=torch.bfloat16) for _ in range(2))

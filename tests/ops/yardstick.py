@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from bulk_machine import run as run_ptx
+
+from vllm.model_executor.models.kimi_k3_fast.ops import build
 
 
 def check_error(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
@@ -34,3 +40,19 @@ def replay_with(run, inputs: dict[str, torch.Tensor], fresh: dict[str, torch.Ten
         out.fill_(float("nan") if out.is_floating_point() else -7)
     graph.replay()
     torch.cuda.synchronize()
+
+
+def scratch_of(plan: Any, device: str = "cuda") -> dict[str, torch.Tensor]:
+    """The buffers a plan wants, full of NaN."""
+    wanted = plan.scratch_shapes().items()
+    return {name: torch.full(shape, float("nan"), device=device, dtype=build.DTYPES[dtype][1]) for name, (shape, dtype) in wanted}
+
+
+def played(grid: tuple[int, ...]) -> Callable[[build.KernelSpec, str], Callable[..., None]]:
+    """In the place of `build.get`: the kernel runs on the PTX machine, on tensors of the CPU."""
+
+    def get(spec: build.KernelSpec, arch: str) -> Callable[..., None]:
+        names = [param.name for param in spec.params]
+        return lambda *tensors, stream=None: run_ptx(spec, dict(zip(names, tensors, strict=True)), grid, arch, seed=len(names))
+
+    return get

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .library import LEAST_TOKENS, LIBRARY, Library
-from .skinny import Tactic
+from .skinny import Shape, Tactic, default_tactic, ring_tactic
 
 
 @functools.cache
@@ -32,6 +33,18 @@ def tactic(folder: Path, tokens: int, *, library: bool, **shape: int) -> Tactic 
     if "call" not in found:
         return Tactic(**found)
     return Library(**found) if library else None
+
+
+def unmeasured(rows: int, columns: tuple[int, ...], tokens: int, whole: int = 1) -> Tactic:
+    """The kernel for a shape that has no row: up to 16 tokens the ring that was fastest at every shape of TP8 and TP16, where
+    the matrix fills it; else the default. `whole`: rows of a group come in multiples of it.
+    """
+    if tokens <= 16 and rows >= 1024 and sum(columns) >= 512:
+        ring = replace(ring_tactic(rows, columns, tokens, whole=whole), passing=True)
+        shape = Shape(tokens, columns, ring)
+        if ring.stages >= 2 and shape.problem() is None and shape.uncovered(rows) is None:
+            return ring
+    return default_tactic(rows, columns, tokens)
 
 
 def chosen(folder: Path, arch: str, shape: dict[str, int], batch: str) -> dict[str, Any] | None:

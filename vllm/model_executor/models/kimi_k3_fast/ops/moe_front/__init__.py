@@ -22,7 +22,7 @@ from .. import library, measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param, get
 from ..library import LIBRARY, Library
 from ..single import Plan, compiled, find_scratch, make
-from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
+from ..skinny import TILE, Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,32 @@ class Config:
         """The given tactic, the measured one, or the default."""
         sizes = {"columns": self.columns, "experts": self.experts, "latent": self.latent, "shared": self.shared}
         found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.shared % 2 == 0, **sizes)
-        return found or self._default()
+        return found or self._unmeasured()
 
     @property
     def shape(self) -> Shape:
         """The geometry of a block, the same for all three matrices; of the default one where the library multiplies."""
         chosen = self.chosen
-        return Shape(self.tokens, (self.columns,), chosen if isinstance(chosen, Tactic) else self._default())
+        return Shape(self.tokens, (self.columns,), chosen if isinstance(chosen, Tactic) else self._unmeasured())
 
-    def _default(self) -> Tactic:
-        """One that fits."""
+    def _unmeasured(self) -> Tactic:
+        """A ring where it fits the groups as they are dealt, else the default, with more warps where they do not fit."""
+        ring = measured.unmeasured(sum(self.rows), (self.columns,), self.tokens, whole=TILE)
+        if ring.chunk and self._most(ring.groups) <= ring.height:
+            return ring
         tactic = default_tactic(sum(self.rows), (self.columns,), self.tokens)
         groups = max(3, tactic.groups)
-        held = ceil_div(max(ceil_div(r, g) for r, g in zip(self.rows, deal(self.rows, groups), strict=True)), 16)
+        held = ceil_div(self._most(groups), TILE)
         while tactic.row_warps * tactic.tiles < held:  # dealing whole groups to matrices leaves some with a tile more
             tactic = (
                 replace(tactic, row_warps=tactic.row_warps + 1) if tactic.tiles >= 4 else replace(tactic, tiles=tactic.tiles + 1)
             )
         return replace(tactic, groups=groups)
+
+    def _most(self, groups: int) -> int:
+        """Rows of the fullest of so many groups; gate and up go by pairs."""
+        router, down, gate_up = deal(self.rows, groups)
+        return max(ceil_div(self.experts, router), ceil_div(self.latent, down), 2 * ceil_div(self.shared, gate_up))
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ class Config:
     tactic: Tactic | Library | None = None
 
     @property
-    def _default(self) -> Tactic:
-        return default_tactic(self.rows, (self.latent, self.shared), self.tokens)
+    def _unmeasured(self) -> Tactic:
+        kernel = measured.unmeasured if self.r_dtype == "bf16" else default_tactic  # a ring takes bf16 only
+        return kernel(self.rows, (self.latent, self.shared), self.tokens)
 
     @property
     def chosen(self) -> Tactic | Library:
@@ -47,13 +48,13 @@ class Config:
         if found is None and self.r_dtype == "bf16":
             sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared}
             found = measured.tactic(Path(__file__).parent, self.tokens, library=True, **sizes)
-        return found or self._default
+        return found or self._unmeasured
 
     @property
     def shape(self) -> Shape:
         """The geometry of the one launch; of its default where the library multiplies."""
         chosen = self.chosen
-        return Shape(self.tokens, (self.latent, self.shared), chosen if isinstance(chosen, Tactic) else self._default)
+        return Shape(self.tokens, (self.latent, self.shared), chosen if isinstance(chosen, Tactic) else self._unmeasured)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from .. import library, measured, posted
 from ..build import ACTIVATION, ARCHS, STATE, STATIC, KernelSpec, Param
 from ..library import Library
 from ..single import compiled
-from ..skinny import Shape, Tactic, ceil_div, default_tactic, ring_tactic
+from ..skinny import Shape, Tactic, ceil_div, ring_tactic
 
 SMS = 132  # blocks that surely run at once
 ONE_SHOT_TOKENS = 4  # above it the bytes of one-shot cost more than the second trip of two-shot
@@ -58,14 +58,17 @@ class Config:
         """The given tactic, the measured one, or the default. The library for one rank alone."""
         sizes = {"rows": self.rows, "columns": self.columns}
         found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
-        return found or default_tactic(self.rows, (self.columns,), self.tokens)
+        return found or self._unmeasured
 
     @property
     def shape(self) -> Shape:
         """The geometry of our kernel; of its default where the library multiplies."""
         chosen = self.chosen
-        tactic = chosen if isinstance(chosen, Tactic) else default_tactic(self.rows, (self.columns,), self.tokens)
-        return Shape(self.tokens, (self.columns,), tactic)
+        return Shape(self.tokens, (self.columns,), chosen if isinstance(chosen, Tactic) else self._unmeasured)
+
+    @property
+    def _unmeasured(self) -> Tactic:
+        return measured.unmeasured(self.rows, (self.columns,), self.tokens)
 
     @property
     def two_shot(self) -> bool:

@@ -36,14 +36,17 @@ class Config:
         """The given tactic, the measured one, or the default."""
         sizes = {"rows": self.rows, "columns": self.columns}
         found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=True, **sizes)
-        return found or default_tactic(self.rows, (self.columns,), self.tokens)
+        return found or self._unmeasured
 
     @property
     def shape(self) -> Shape:
         """The geometry of our kernel; of its default where the library multiplies."""
         chosen = self.chosen
-        tactic = chosen if isinstance(chosen, Tactic) else default_tactic(self.rows, (self.columns,), self.tokens)
-        return Shape(self.tokens, (self.columns,), tactic)
+        return Shape(self.tokens, (self.columns,), chosen if isinstance(chosen, Tactic) else self._unmeasured)
+
+    @property
+    def _unmeasured(self) -> Tactic:
+        return measured.unmeasured(self.rows, (self.columns,), self.tokens)
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:
