@@ -78,7 +78,7 @@ def test_a_captured_size_is_fast_and_its_replays_say_so(monkeypatch, packs):
     assert warm.shape == captured.shape == (4, model.config.hidden_size) and torch.isfinite(captured).all()
     count = len(launched)
     dispatch("full", 3, 4)
-    path.record(StepKey(3, 3, 4, 0, 1, path.generation, "full"))
+    path.replayed()
     assert len(launched) == count, "a replay runs no Python of ours"
     fast = steps()["fast"]
     assert (fast["steps"], fast["requests"], fast["tokens"]) == (1, 3, 3)
@@ -390,6 +390,6 @@ def test_a_rank_that_gives_no_results_sees_the_lost_peer_within_some_steps(monke
     with pytest.raises(PeerLost, match="Rank 1"):
         for _ in range(100):
             dispatch("full", 4, 4)
-            path.record(StepKey(4, 4, 4, 0, 1, path.generation, "full"))
+            path.replayed()
     assert guards.current().step == cuda_path.HEALTH_EVERY
     assert guards.current().report()["violations"]["by_reason"] == {"peer_lost": 1}

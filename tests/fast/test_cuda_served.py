@@ -31,6 +31,10 @@ class Path:
         self.calls.append(("stage", requests, tokens, uniform))
         self.staged = StepKey(requests, tokens, tokens, 0, 1, self.generation, "full")
 
+    def replayed(self):
+        self.staged = None
+        self.calls.append(("replayed",))
+
     def record(self, key):
         self.staged = None
         self.calls.append(("record", key))
@@ -133,7 +137,7 @@ def test_the_state_tells_captures_from_steps(state):
     assert found == {"of": {"for_capture": True}}
     assert state.fast.calls[-1] == ("stage", 2, 4, True)
     state.prepare_attn(batch(), CUDAGraphMode.FULL, (), None, [], None)
-    assert state.fast.calls[-1] == ("record", StepKey(2, 2, 4, 0, 1, 3, "full"))
+    assert state.fast.calls[-1] == ("replayed",)
     state.prepare_attn(batch(prefill=True), CUDAGraphMode.PIECEWISE, (), None, [], None)
     assert state.fast.calls[-1] == ("record", StepKey(2, 2, 4, 2, 1, 3, "piecewise"))
     state.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL

@@ -125,6 +125,8 @@ class FastModelState(MambaHybridModelState):
         if for_capture:
             uniform = self.vllm_config.compilation_config.cudagraph_mode.separate_routine()
             self.fast.stage(input_batch.num_reqs, input_batch.num_tokens_after_padding, uniform)
+        elif cudagraph_mode == CUDAGraphMode.FULL:
+            self.fast.replayed()
         else:
             self.fast.record(metadata.batch_key(input_batch, cudagraph_mode.name.lower(), self.fast.generation))
         return found

@@ -237,13 +237,15 @@ class CudaPath:
         self._turned_away = key if retired else None
         return retired
 
-    def record(self, key: StepKey) -> None:
-        """A real step is about to run. A FULL graph's was closed when it was dispatched; any other runs stock's path."""
-        self.staged = None
+    def replayed(self) -> None:
+        """A FULL graph is about to be replayed; its record was closed when it was dispatched."""
+        self.staged, self._turned_away = None, None
         self._look_after_mailbox()
-        retired, self._turned_away = self._turned_away, None
-        if key.mode == "full":
-            return
+
+    def record(self, key: StepKey) -> None:
+        """A real step that replays no FULL graph is about to run, on stock's path."""
+        retired = self._turned_away
+        self.replayed()
         refused = self.refusals or self.guard.late_refusals
         decided = refused or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, self._ready()))
         found = () if isinstance(decided, Plan) else decided
