@@ -79,7 +79,10 @@ class Early:
         return self._started[name].result()
 
     def stop(self) -> None:
-        list(self._pool.map(lambda server: server.stop(), self._servers.values()))
+        """Those that are still starting, too."""
+        with ThreadPoolExecutor(len(SERVERS)) as pool:
+            list(pool.map(lambda server: server.stop(), self._servers.values()))
+        self._pool.shutdown()
 
 
 BLOCKS = int(os.environ.get("K3FAST_LOAD_BLOCKS", "260"))  # of the load's cache: 64 requests need more
