@@ -31,9 +31,11 @@ def raw(width: int = 64, hidden: int = 256) -> dict[str, torch.Tensor]:
     return {name: torch.randint(0, 255, (3, *size), dtype=torch.uint8, generator=generator) for name, size in sizes.items()}
 
 
-def loaded(method: Packs, tensors: dict[str, torch.Tensor]) -> tuple[KeptExperts, Module, tuple[int, int]]:
+def loaded(
+    method: Packs, tensors: dict[str, torch.Tensor], noted: Module | None = None
+) -> tuple[KeptExperts, Module, tuple[int, int]]:
     """The experts after stock has processed them, stock's module, and the bytes that were announced before."""
-    routed = Module(quant_method=method, **{name: tensor.clone() for name, tensor in tensors.items()})
+    routed = Module(quant_method=method, moe_config=noted, **{name: tensor.clone() for name, tensor in tensors.items()})
     kept, size = KeptExperts("layer 1", routed), KeptExperts.bytes_of(routed)
     method.process_weights_after_loading(routed)
     return kept, routed, size
@@ -49,6 +51,31 @@ def test_packed_experts_are_stocks_own_memory() -> None:
     assert [getattr(w, name).data_ptr() for name in NAMES] == [t.data_ptr() for t in theirs]
     back = humming.unpack(w)
     assert all(torch.equal(getattr(back, name), tensor) for name, tensor in zip(NAMES, tensors.values(), strict=True))
+
+
+@pytest.mark.parametrize("method", [Packs(), Marlin()], ids=["in place", "copied"])
+def test_experts_that_stock_widens_with_zeros_are_read_as_wide_as_they_are(method: Packs) -> None:
+    narrow, wide = raw(64), raw(192)
+    for name in ("w13_weight", "w13_weight_scale"):
+        split, real = wide[name].view(3, 2, 192, -1), narrow[name].view(3, 2, 64, -1)
+        split.zero_()
+        split[:, :, :64] = real
+    for name in ("w2_weight", "w2_weight_scale"):
+        wide[name].zero_()
+        wide[name][:, :, : narrow[name].shape[2]] = narrow[name]
+    noted = Module(intermediate_size_per_partition_unpadded=64)
+    kept, _, (shared, copied) = loaded(method, wide, noted)
+    w = kept.weights
+    assert w is not None and w.width == 64
+    if w.layout == op.HUMMING:
+        assert (w.pitch, shared, copied) == (192, sum(t.numel() for t in wide.values()), 0)
+        w = humming.unpack(w)
+    else:
+        assert (shared, copied) == (0, w.bytes)
+    assert all(torch.equal(getattr(w, name), tensor) for name, tensor in zip(NAMES, narrow.values(), strict=True))
+    wide["w13_weight"][2, 100, 3] = 1
+    kept, _, _ = loaded(type(method)(), wide, noted)
+    assert kept.weights is None and "expected zeros in the rows behind 64" in kept.problem
 
 
 @pytest.mark.parametrize(("method", "width"), [(Marlin(), 64), (Packs(), 96)], ids=["another backend", "rows not in blocks"])

@@ -54,6 +54,16 @@ def test_unpacking_undoes_packing_and_its_padding(width: int) -> None:
     assert all(torch.equal(getattr(back, name), getattr(raw, name)) for name in TENSORS)
 
 
+def test_experts_that_stock_widens_are_packed_with_zeros_behind_gate_and_behind_up() -> None:
+    raw = make_weights(op.Config(tokens=1, hidden=256, width=64, experts=3, top_k=1))
+    packed = humming.pack(raw, pitch=128)
+    assert packed.w13.shape == (3, 16, 512) and packed.w2.shape == (3, 8, 512) and (packed.width, packed.pitch) == (64, 128)
+    rows = humming.unpack_codes(packed.w13)
+    assert torch.equal(rows[:, 128:192], raw.w13[:, 64:]) and not rows[:, 64:128].any() and not rows[:, 192:].any()
+    back = humming.unpack(packed)
+    assert all(torch.equal(getattr(back, name), getattr(raw, name)) for name in TENSORS)
+
+
 ON_MACHINE = op.Config(tokens=3, hidden=256, width=64, experts=6, top_k=2, layout=op.HUMMING)
 FEW = op.PackedTactic(grouped=False, strip=2, split=2, flight=2, ahead=1, warps=3, depth=2)
 FEW_GROUPED = replace(FEW, grouped=True, strip=4, split=4, flight=1, spread=False)
@@ -66,10 +76,11 @@ FEW_GROUPED = replace(FEW, grouped=True, strip=4, split=4, flight=1, spread=Fals
         (replace(ON_MACHINE, width=192), replace(FEW, strip=1, split=1, flight=3, depth=4, spread=False), 3, None),
         (replace(ON_MACHINE, tokens=2, width=128), replace(FEW, strip=4, split=2, flight=3, below=2, warps=2), 2, None),
         (replace(ON_MACHINE, tokens=4), replace(FEW_GROUPED, strip=2, split=1, flight=3, below=4), 4, 2),
+        (replace(ON_MACHINE, tokens=2, pitch=192), replace(FEW, strip=4), 2, None),
         (replace(ON_MACHINE, tokens=9, width=128), FEW_GROUPED, 9, 2),  # experts with more tokens than a pass takes
         (replace(ON_MACHINE, tokens=9), replace(FEW_GROUPED, spread=True, below=8, depth=1), 8, None),
     ],
-    ids=["pairs", "one row group", "four row groups", "grouped", "several passes", "eight row groups"],
+    ids=["pairs", "one row group", "four row groups", "grouped", "widened by stock", "several passes", "eight row groups"],
 )
 def test_the_compiled_kernels_compute_the_reference(
     config: op.Config, tactic: op.PackedTactic, live: int, meet: int | None, fresh_store: build.Store
@@ -80,7 +91,7 @@ def test_the_compiled_kernels_compute_the_reference(
     weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
     routing.ids[live:] = -1
     hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
-    tensors = {**vars(humming.pack(weights)), **vars(routing), "z": z, "hidden": hidden, "out": out}
+    tensors = {**vars(humming.pack(weights, config.pitch)), **vars(routing), "z": z, "hidden": hidden, "out": out}
     for spec in op.specs_for(config, tactic):
         blocks = 3 if spec.config.grid else config.hidden // (8 * tactic.below)
         small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
@@ -116,7 +127,10 @@ def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None
         assert tactic.flight >= 2 and tactic.depth >= 2 and width % (8 // tactic.below * GROUP) == 0
 
 
-@pytest.mark.parametrize(("change", "words"), [({"width": 96}, "expert width"), ({"hidden": 384}, "latent width")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"width": 96}, "expert width"), ({"hidden": 384}, "latent width"), ({"pitch": 192}, "a pitch of at least 384")],
+)
 def test_a_shape_that_stock_pads_within_is_refused(change: dict[str, int], words: str) -> None:
     """Gate and up rows must be whole blocks of 64, and w2's rows be all there is."""
     refusal = op.unavailable_reason(replace(op.Config(tokens=8, layout=op.HUMMING), **change), "sm_90a")

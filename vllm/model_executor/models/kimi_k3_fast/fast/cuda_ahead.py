@@ -39,14 +39,14 @@ def block_size(heads: int) -> int:
     return -(-slot // (2 * LATENT_ROW * 128)) * 128
 
 
-def layout_of(arch: str, latent: int, width: int) -> str:
+def layout_of(arch: str, latent: int, width: int, pitch: int) -> str:
     """The layout of the experts that the kernels will find, with the backend that stock prefers on this architecture."""
-    shape = experts_op.Config(1, latent, width, layout=HUMMING)
+    shape = experts_op.Config(1, latent, width, layout=HUMMING, pitch=pitch)
     return HUMMING if arch == "sm_90a" and experts_op.unavailable_reason(shape, arch) is None else RAW
 
 
-def experts_of(experts: int, latent: int, width: int, layout: str) -> Weights:
-    """Experts of one layer without memory."""
+def experts_of(experts: int, latent: int, width: int, pitch: int, layout: str) -> Weights:
+    """Experts of one layer without memory. pitch: as stock has widened them, or 0."""
 
     def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -54,10 +54,10 @@ def experts_of(experts: int, latent: int, width: int, layout: str) -> Weights:
     if layout == RAW:
         sizes = ((2 * width, latent // 2), (2 * width, latent // 32), (latent, width // 2), (latent, width // 32))
         return Weights(*(made(torch.uint8, experts, *size) for size in sizes))
-    rows, columns, found = padded_rows(2 * width), padded_columns(width), []
+    rows, columns, found = padded_rows(2 * (pitch or width)), padded_columns(pitch or width), []
     for n, k in ((rows, latent), (latent, columns)):
         found += [made(torch.int32, experts, k // 16, 2 * n), made(torch.uint8, experts, k // 32, n)]
-    return Weights(*found, layout=HUMMING, inner=width)
+    return Weights(*found, layout=HUMMING, inner=width, pitch=pitch)
 
 
 def model_of(c: K3Config, ranks: int, arch: str, layout: str | None = None) -> Model:
@@ -76,8 +76,7 @@ def model_of(c: K3Config, ranks: int, arch: str, layout: str | None = None) -> M
     d, mix = c.hidden_size, Mix(f32(c.hidden_size), bf16(c.hidden_size))
     rank, latent, experts = c.q_lora_rank, c.latent_size, c.num_experts
     width, shared = c.moe_intermediate_size // ranks, c.num_shared_experts * c.moe_intermediate_size // ranks
-    if ranks > 1:
-        width = max(width, LEAST_WIDTH)
+    pitch = LEAST_WIDTH if ranks > 1 and width < LEAST_WIDTH else 0
 
     def attention(i: int) -> Kda | Mla:
         if c.is_kda(i):
@@ -95,7 +94,7 @@ def model_of(c: K3Config, ranks: int, arch: str, layout: str | None = None) -> M
         bias=f32(experts),
         down=bf16(latent, d),
         gate_up=bf16(2 * shared, d),
-        experts=experts_of(experts, latent, width, layout or layout_of(arch, latent, width)),
+        experts=experts_of(experts, latent, width, pitch, layout or layout_of(arch, latent, width, pitch)),
         norm=bf16(latent),
         up=bf16(d, latent),
         shared_down=bf16(d, shared),

@@ -258,8 +258,8 @@ class Executor:
         chosen, latent, shared = moe.router.shape[0], moe.down.shape[0], moe.gate_up.shape[0] // 2
         beta, linear = m.situ_beta, m.situ_linear_beta
         front = plain(moe_front, moe_front.Config(tokens, m.hidden, chosen, latent, shared, beta=beta, linear_beta=linear))
-        width, layout = moe.experts.width, moe.experts.layout
-        config = experts.Config(tokens, latent, width, chosen, moe.top_k, beta=beta, linear_beta=linear, layout=layout)
+        held = moe.experts
+        config = experts.Config(tokens, latent, held.width, chosen, moe.top_k, beta, linear, held.layout, held.pitch)
         routed = experts.plan(config, arch, compiled=load)
         specs.extend(routed.specs)
         choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, grouped=routed.tactic.grouped)

@@ -170,14 +170,14 @@ class KeptExperts:
                 self.problem = str(error)
                 process(layer)
                 return
-            width = raw.width
+            width, pitch = self.width_of(layer), raw.width
             if not shared:
-                self.weights = Weights(*(t.clone() for t in (raw.w13, raw.s13, raw.w2, raw.s2)))
+                self.weights = narrowed(raw, width)
             del raw  # stock frees them one by one
             process(layer)
             if shared:
                 try:
-                    self.weights = self.view(layer, width)
+                    self.weights = self.view(layer, width, pitch)
                 except ValueError as error:
                     self.problem = str(error)
 
@@ -190,15 +190,24 @@ class KeptExperts:
         raw = getattr(routed, "w13_weight", None)
         if backend != PACKING_BACKEND or raw is None or raw.dim() != 3:
             return False
-        shape = experts_op.Config(1, 2 * raw.shape[2], raw.shape[1] // 2, layout=experts_op.HUMMING)
+        width, pitch = KeptExperts.width_of(routed), raw.shape[1] // 2
+        shape = experts_op.Config(1, 2 * raw.shape[2], width, layout=experts_op.HUMMING, pitch=pitch)
         return experts_op.unavailable_reason(shape, experts_op.ARCHS[0]) is None
+
+    @staticmethod
+    def width_of(routed: Any) -> int:
+        """Rows of gate that the checkpoint fills: stock widens narrow experts with zeros, and notes what they were."""
+        real = getattr(getattr(routed, "moe_config", None), "intermediate_size_per_partition_unpadded", None)
+        return real or routed.w13_weight.shape[1] // 2
 
     @classmethod
     def bytes_of(cls, routed: Any) -> tuple[int, int]:
         """What is read in stock's own memory, and what a copy takes: known before anything is loaded."""
         found = (getattr(routed, name, None) for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"))
         size = sum(t.numel() * t.element_size() for t in found if t is not None)
-        return (size, 0) if cls.shares(routed) else (0, size)
+        if cls.shares(routed):
+            return size, 0
+        return 0, size * cls.width_of(routed) // (routed.w13_weight.shape[1] // 2) if size else 0
 
     def raw(self, layer: Any) -> Weights:
         """`w13_weight` [E, 2 I, L/2], `w2_weight` [E, L, I/2] and their scales, all uint8. Raises LayoutError."""
@@ -217,14 +226,20 @@ class KeptExperts:
         for what, (tensor, shape) in shapes.items():
             if tuple(tensor.shape) != shape:
                 raise LayoutError(f"{self.name}, {what}: expected {shape}, found {tuple(tensor.shape)}")
+        width = self.width_of(layer)
+        padding = w13.view(experts, 2, rows // 2, half)[:, :, width:]
+        if padding.any():
+            raise LayoutError(f"{self.name}, w13: expected zeros in the rows behind {width} of gate and up, found other codes")
         experts_op.check_scales(s13, s2)
         return Weights(w13, s13, w2, s2)
 
-    def view(self, layer: Any, width: int) -> Weights:
-        """Stock's packed tensors of experts `width` wide. Raises LayoutError where they are not the layout that is read."""
+    def view(self, layer: Any, width: int, pitch: int) -> Weights:
+        """Stock's packed tensors of experts `width` wide, which it has made `pitch` wide. Raises LayoutError where they are packed
+        otherwise than the kernels read them.
+        """
         latent = layer.w2_weight.shape[2] // 2
         found = []
-        for name, rows, columns in (("w13", 2 * width, latent), ("w2", latent, width)):
+        for name, rows, columns in (("w13", 2 * pitch, latent), ("w2", latent, pitch)):
             packing = layer.humming_configs[name]
             types = {part: str(getattr(packing, f"{part}_dtype")) for part in ("a", "b", "bs", "c")}
             wanted = {"a": "bfloat16", "b": "float4e2m1", "bs": "float8e8m0", "c": "bfloat16"}
@@ -235,7 +250,18 @@ class KeptExperts:
             found.append(_need(f"{self.name}, packed {name}", codes, torch.int32, experts, k // 16, 2 * n))
             scales = _need(f"{self.name}, packed {name} scales", scales, torch.float8_e8m0fnu, experts, k // 32, n)
             found.append(scales.view(torch.uint8))
-        return Weights(*found, layout=experts_op.HUMMING, inner=width)
+        return Weights(*found, layout=experts_op.HUMMING, inner=width, pitch=pitch if pitch != width else 0)
+
+
+def narrowed(raw: Weights, width: int) -> Weights:
+    """A copy without the zeros that make experts wider than they are."""
+    e, pitch = raw.w13.shape[0], raw.width
+    first = [t.view(e, 2, pitch, -1)[:, :, :width] for t in (raw.w13, raw.s13)]
+    w13, s13, w2, s2 = (
+        t.clone(memory_format=torch.contiguous_format)
+        for t in (*first, raw.w2[:, :, : width // 2], raw.s2[:, :, : width // experts_op.GROUP])
+    )
+    return Weights(w13.view(e, 2 * width, -1), s13.view(e, 2 * width, -1), w2, s2)
 
 
 def _need(where: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:

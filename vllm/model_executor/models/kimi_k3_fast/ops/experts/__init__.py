@@ -63,7 +63,9 @@ COLUMNS = 8  # tokens that the matrix unit takes at a time; up to so many, pairs
 
 @dataclass(frozen=True)
 class Config:
-    """One rank's experts. `tokens` counts padded rows too."""
+    """One rank's experts. `tokens` counts padded rows too. pitch: rows from the first of gate to the first of up in stock's
+    layout, where that is not `width`.
+    """
 
     tokens: int
     hidden: int = 3584
@@ -73,6 +75,7 @@ class Config:
     beta: float = 4.0
     linear_beta: float | None = 25.0
     layout: str = RAW
+    pitch: int = 0
 
     @property
     def pairs(self) -> int:
@@ -142,6 +145,7 @@ class PackedConfig:
 
     hidden: int
     width: int
+    pitch: int
     top_k: int
     hidden_shift: int
     grouped: bool
@@ -242,6 +246,8 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         rules += [
             (config.hidden % ROW_UNIT == 0, f"a latent width that is a multiple of {ROW_UNIT}, found {config.hidden}"),
             (config.width % 64 == 0, f"an expert width that is a multiple of 64, found {config.width}"),
+            (config.pitch % 64 == 0, f"a pitch that is a multiple of 64, found {config.pitch}"),
+            (not config.pitch or config.pitch >= config.width, f"a pitch of at least {config.width}, found {config.pitch}"),
         ]
     failed = "; ".join(f"expected {text}" for holds, text in rules if not holds)
     return Refusal(Reason.OP_SHAPE, f"experts: {failed}") if failed else None
@@ -413,7 +419,7 @@ def specs_for(config: Config, tactic: Tactic | PackedTactic) -> tuple[KernelSpec
     w2: KernelConfig | PackedConfig
     if isinstance(tactic, PackedTactic):
         w13, w2, name = *_packed_configs(config, tactic), "packed_grouped" if tactic.grouped else "packed"
-        rows, columns = padded_rows(2 * width), padded_columns(width)
+        rows, columns = padded_rows(2 * (config.pitch or width)), padded_columns(config.pitch or width)
         first = [Param("w13", "i32", (e, hidden // 16, 2 * rows), STATIC), Param("s13", "u8", (e, hidden // 32, rows), STATIC)]
         second = [Param("w2", "i32", (e, columns // 16, 2 * hidden), STATIC)]
         second += [Param("s2", "u8", (e, columns // 32, hidden), STATIC)]
@@ -460,7 +466,7 @@ def _raw_configs(config: Config, tactic: Tactic) -> tuple[KernelConfig, KernelCo
 
 def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig, PackedConfig]:
     """Of w13 and w2."""
-    shape = (config.hidden, config.width, config.top_k, hidden_shift(config))
+    shape = (config.hidden, config.width, config.pitch or config.width, config.top_k, hidden_shift(config))
     base = PackedConfig(*shape, grouped=tactic.grouped, entries=_entries(config))
     w13 = replace(base, strip=tactic.strip, flight=tactic.flight, grid=SM_COUNT, split=tactic.split, spread=tactic.spread)
     w13 = replace(w13, ahead=tactic.ahead, beta=config.beta, linear_beta=config.linear_beta)

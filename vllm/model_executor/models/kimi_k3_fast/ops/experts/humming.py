@@ -8,6 +8,8 @@ them, a word for each 16 rows; nibble p of word j is
 which is, register by register, the 16-row operand of mma.m16n8k16. Scales, E8M0 [E, K/32, N]: of 64 rows, byte 8 g + m is row
 8 m + g, so that a lane has those of its rows in line.
 Stock pads K to a multiple of 128 and N to one of 256, at the end: N is gate and up together. Padding is codes 0 and scales of 1.
+Where a rank's experts are narrower than 256, stock's model has made them so wide before, with zeros: gate rows, rows of zeros, up
+rows, more zeros. `Weights.pitch` then is that width, and `inner` the real one.
 
 `pack` and `unpack` are this description as code. The first is what a GPU test compares with the bytes that stock makes.
 """
@@ -15,6 +17,7 @@ Stock pads K to a multiple of 128 and N to one of 256, at the end: N is gate and
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from .layout import padded_columns, padded_rows
 from .torch_form import GROUP, HUMMING, Weights
@@ -58,24 +61,37 @@ def unpack_scales(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[2], 0, rows - tensor.shape[1]), value=value)
+    return F.pad(tensor, (0, columns - tensor.shape[2], 0, rows - tensor.shape[1]), value=value)
 
 
-def pack(raw: Weights) -> Weights:
-    """A layer in the checkpoint's layout -> the same in stock's."""
-    found = []
+def widen(raw: Weights, pitch: int) -> Weights:
+    """The same experts `pitch` wide, by zeros, as stock's model does."""
+    e, more = raw.w13.shape[0], pitch - raw.width
+    w13, s13 = (F.pad(t.view(e, 2, raw.width, -1), (0, 0, 0, more)).view(e, 2 * pitch, -1) for t in (raw.w13, raw.s13))
+    return Weights(w13, s13, F.pad(raw.w2, (0, more // 2)), F.pad(raw.s2, (0, more // GROUP)))
+
+
+def pack(raw: Weights, pitch: int = 0) -> Weights:
+    """A layer in the checkpoint's layout -> the same in stock's, made `pitch` wide before."""
+    found, width = [], raw.width
+    raw = widen(raw, pitch) if pitch else raw
     for codes, scales in ((raw.w13, raw.s13), (raw.w2, raw.s2)):
         rows, columns = padded_rows(codes.shape[1]), padded_columns(2 * codes.shape[2])
         found += [pack_codes(_padded(codes, rows, columns // 2, 0)), pack_scales(_padded(scales, rows, columns // GROUP, ONE))]
-    return Weights(*found, layout=HUMMING, inner=raw.width)
+    return Weights(*found, layout=HUMMING, inner=width, pitch=pitch)
 
 
 def unpack(packed: Weights) -> Weights:
     """The inverse of `pack`."""
-    hidden, width = packed.w2.shape[2] // 2, packed.width
+    hidden, width, pitch = packed.w2.shape[2] // 2, packed.width, packed.pitch or packed.width
+    e, rows = packed.w13.shape[0], 2 * width
+
+    def real(whole: torch.Tensor) -> torch.Tensor:
+        return whole[:, : 2 * pitch].reshape(e, 2, pitch, -1)[:, :, :width].reshape(e, rows, -1)
+
     return Weights(
-        unpack_codes(packed.w13)[:, : 2 * width].contiguous(),
-        unpack_scales(packed.s13)[:, : 2 * width].contiguous(),
+        real(unpack_codes(packed.w13)),
+        real(unpack_scales(packed.s13)),
         unpack_codes(packed.w2)[:, :hidden, : width // 2].contiguous(),
         unpack_scales(packed.s2)[:, :hidden, : width // GROUP].contiguous(),
     )

@@ -150,7 +150,7 @@ def _ask_for_w2(c: cutlass.Constexpr, weights: Any, ids: Any, entries: Any):
     each = cutlass.const_expr(PIECES + SCALE_PIECES)
     size = cutlass.const_expr(c.hidden * c.width // 2 // PIECES)
     scale_size = cutlass.const_expr(c.hidden * c.width // GROUP // SCALE_PIECES)
-    whole = cutlass.const_expr(padded_columns(c.width) * c.hidden)
+    whole = cutlass.const_expr(padded_columns(c.pitch) * c.hidden)
     pieces = cutlass.min(entries, c.ahead) * each
     for piece in range(block + cute.arch.lane_idx() * blocks, pieces, 32 * blocks):
         expert = Int64(ids[piece // each // c.top_k, piece // each % c.top_k])
@@ -168,7 +168,7 @@ def _find_w13(c: Any, lane: tuple, share: tuple, table: tuple, index: Any) -> tu
     index = cutlass.min(index, count - 1)
     tile = (first + index * stride) % layout.tiles
     expert, block, strip = Int64(table[0][index]), tile // layout.pieces, tile % layout.pieces
-    rows = padded_rows(2 * c.width)
+    rows = padded_rows(2 * c.pitch)
     codes = lane[0] + expert * (rows * c.hidden // 2) + Int64(block * 512 + strip * (64 * c.strip))
     scales = lane[1] + expert * (rows * c.hidden // GROUP) + Int64(block * 64 + strip * (8 * c.strip))
     return codes, scales
@@ -186,12 +186,12 @@ def _next(c: Any, table: tuple, index: Any, begin: Any, count: Any, stride: int 
 
 def _fetch_w13(c: Any, at: tuple[Any, Any], step: int, slot: Any, wanted: Any) -> None:
     """Start copying this lane's part of one step; a group of copies even where nothing is wanted."""
-    layout, lane, rows = _first(c), cute.arch.lane_idx(), padded_rows(2 * c.width)
+    layout, lane, rows = _first(c), cute.arch.lane_idx(), padded_rows(2 * c.pitch)
     for half in range(2):  # gate, up
         for chunk in range(2):
-            away = half * (c.width * 8) + (step * layout.pieces * 2 + chunk) * (rows * 8)
+            away = half * (c.pitch * 8) + (step * layout.pieces * 2 + chunk) * (rows * 8)
             stream_async(slot + (half * 2 + chunk) * 512 + lane * 16, at[0] + away, wanted)
-        _copy8(slot + 2048 + half * 256 + lane * 8, at[1] + (half * c.width + step * layout.pieces * rows), wanted)
+        _copy8(slot + 2048 + half * 256 + lane * 8, at[1] + (half * c.pitch + step * layout.pieces * rows), wanted)
     cute.arch.cp_async_commit_group()
 
 
@@ -258,7 +258,7 @@ def _stream_w13(
     ring, tokens, sums = memory
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     piece, member, quad, _ = _place(c)
-    rows = cutlass.const_expr(padded_rows(2 * c.width))
+    rows = cutlass.const_expr(padded_rows(2 * c.pitch))
     group = warp * (layout.steps * layout.pieces) + piece
     own = (
         weights[0].iterator.toint() + Int64(group * (rows * 16) + member * 64 + quad * 16),
@@ -319,7 +319,9 @@ def _stream_w13(
 
 @cute.jit
 def _list_items(c: cutlass.Constexpr, routes: Any, share: Any, table: Any):
-    """Expert, and of groups start and end of its pairs, of every item of this block: read once, by all threads."""
+    """Expert, and of groups start and end of its pairs, of every item of this block: read once, by all threads. share: of pairs
+    that are spread, of those of padded rows too, since their items come last: so no read waits for `num_tokens`.
+    """
     first, stride, count = share
     tiles = cutlass.const_expr(_first(c).tiles)
     thread, _, _ = cute.arch.thread_idx()
@@ -356,10 +358,11 @@ def _memory_w13(c: Any) -> tuple:
 
 
 @cute.jit
-def _w13(c: cutlass.Constexpr, weights: Any, following: Any, z: Any, routes: Any, entries: Any, hidden: Any):
-    memory, table = _memory_w13(c)
+def _w13(
+    c: cutlass.Constexpr, weights: Any, following: Any, z: Any, routes: Any, entries: Any, hidden: Any, memory: Any, table: Any
+):
     share = _share_w13(c, entries)
-    _list_items(c, routes, share, table)
+    _list_items(c, routes, _share_w13(c, z.shape[0] * c.top_k) if c.spread and not c.grouped else share, table)
     cute.arch.sync_threads()
     if share[2] > 0:
         _stream_w13(c, weights, following, z, routes, entries, hidden, memory, share, table)
@@ -381,10 +384,11 @@ def _w13_packed(
     c: cutlass.Constexpr,
 ):
     release_dependents()
+    memory, table = _memory_w13(c)
     token = dependency_wait()
     weights, following = (codes.early(), scales.early()), (next_codes.early(), next_scales.early())
     entries = num_tokens.after(token)[0] * c.top_k
-    _w13(c, weights, following, z.after(token), (ids.after(token),), entries, hidden.after(token))
+    _w13(c, weights, following, z.after(token), (ids.after(token),), entries, hidden.after(token), memory, table)
 
 
 @cute.kernel
@@ -400,11 +404,12 @@ def _w13_packed_grouped(
     c: cutlass.Constexpr,
 ):
     release_dependents()
+    memory, table = _memory_w13(c)
     token = dependency_wait()
     weights = (codes.early(), scales.early())
     routes = (offsets.after(token), pairs.after(token), active.after(token))
     entries = num_active.after(token)[0]
-    _w13(c, weights, weights, z.after(token), routes, entries, hidden.after(token))
+    _w13(c, weights, weights, z.after(token), routes, entries, hidden.after(token), memory, table)
 
 
 # -- w2 ----------------------------------------
@@ -440,7 +445,7 @@ def _list_entries(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any,
 def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries: Any) -> tuple[Any, Any, Any]:
     """Addresses of this lane's codes, scales and hidden values of the first step of a pass; behind the last: of the last."""
     entry = cutlass.min(entry, entries - 1)
-    size = padded_columns(c.width) * c.hidden
+    size = padded_columns(c.pitch) * c.hidden
     expert, pair = Int64(table[0][entry]), entry
     if c.grouped:
         _, member, _, _ = _place(c)
@@ -559,8 +564,8 @@ def _memory_w2(c: Any) -> tuple:
 
 
 @cute.jit
-def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, routes: Any, factors: Any, entries: Any, out: Any):
-    ring, table, sums = _memory_w2(c)
+def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, routes: Any, factors: Any, entries: Any, out: Any, memory: Any):
+    ring, table, sums = memory
     _list_entries(c, routes, factors, entries, table)
     cute.arch.sync_threads()
     own = sums.iterator.toint() + cute.arch.warp_idx() * (c.rows * _second(c).height * 4)
@@ -582,10 +587,11 @@ def _w2_packed(
     c: cutlass.Constexpr,
 ):
     release_dependents()
+    memory = _memory_w2(c)
     token = dependency_wait()
     static = (codes.early(), scales.early())
     entries = num_tokens.after(token)[0] * c.top_k
-    _w2(c, static, hidden.after(token), (ids.after(token),), weights.after(token), entries, out.after(token))
+    _w2(c, static, hidden.after(token), (ids.after(token),), weights.after(token), entries, out.after(token), memory)
 
 
 @cute.kernel
@@ -602,11 +608,12 @@ def _w2_packed_grouped(
     c: cutlass.Constexpr,
 ):
     release_dependents()
+    memory = _memory_w2(c)
     token = dependency_wait()
     static = (codes.early(), scales.early())
     routes = (offsets.after(token), pairs.after(token), active.after(token))
     entries = num_active.after(token)[0]
-    _w2(c, static, hidden.after(token), routes, weights.after(token), entries, out.after(token))
+    _w2(c, static, hidden.after(token), routes, weights.after(token), entries, out.after(token), memory)
 
 
 # -- entries ----------------------------------------

@@ -21,7 +21,7 @@ RAW, HUMMING = "raw", "humming"  # the checkpoint's layout, and stock's on Hoppe
 class Weights:
     """One layer's local experts, uint8: w13 [E, 2*I, L/2], gate rows first; s13 [E, 2*I, L/32]; w2 [E, L, I/2]; s2 [E, L,
     I/32]. In the layout `humming`: w13 [E, L/16, 4*I] and w2 [E, I/16, 2*L] int32; s13 [E, L/32, 2*I] and s2 [E, I/32, L] uint8,
-    padded, so that I is told by `inner`.
+    padded, so that I is told by `inner`; `pitch` are the rows from the first of gate to the first of up, where that is not I.
     """
 
     w13: torch.Tensor
@@ -30,6 +30,7 @@ class Weights:
     s2: torch.Tensor
     layout: str = field(default=RAW, kw_only=True)
     inner: int = field(default=0, kw_only=True)
+    pitch: int = field(default=0, kw_only=True)
 
     @property
     def width(self) -> int:
