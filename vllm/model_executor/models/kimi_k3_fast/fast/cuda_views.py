@@ -234,7 +234,7 @@ class KeptExperts:
         return Weights(w13, s13, w2, s2)
 
     def view(self, layer: Any, width: int, pitch: int) -> Weights:
-        """Stock's packed tensors of experts `width` wide, which it has made `pitch` wide. Raises LayoutError where they are packed
+        """Stock's packed tensors of experts `width` wide, which it made `pitch` wide. Raises LayoutError where they are packed
         otherwise than the kernels read them.
         """
         latent = layer.w2_weight.shape[2] // 2
