@@ -22,6 +22,7 @@ import json
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,10 +198,14 @@ def main(name: str, cases: Iterable[Case], options: argparse.Namespace | None = 
     """Measure the cases (made lazily, so that each may free its memory), print a line for each variant, and write `--json`."""
     options = options or arguments(name).parse_args()
     timings: list[Timing] = []
+    began = time.monotonic()
     for case in cases:
+        ready = time.monotonic()
         rows = measure(case)
         timings += rows
-        print(*map(_row, rows), sep="\n", flush=True)
+        now = time.monotonic()
+        print(*map(_row, rows), f"    {ready - began:.1f} s to prepare, {now - ready:.1f} s to measure", sep="\n", flush=True)
+        began = now
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report(name, timings, options.commit), indent=1, default=str) + "\n")

@@ -1,7 +1,7 @@
 """Router, latent down and shared gate-up on a TP8 and a TP16 rank, and the choice of experts. Weights are cold; the router's
 logits are warm.
 
-python benchmarks/ops/moe_front.py --json OUT [--quick] [--compile ARCH]
+python benchmarks/ops/moe_front.py --json OUT [--quick] [--slices tp8] [--batches 1,64] [--compile ARCH]
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.ops import stock
+from benchmarks.ops import matmuls, stock
 from benchmarks.ops.ahead import compile_all
-from benchmarks.ops.projection import BATCHES, COLUMNS, name
-from benchmarks.timing import Case, arguments, copies_for, main
+from benchmarks.ops.projection import COLUMNS
+from benchmarks.timing import Case, copies_for
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_front as op
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import tactics
@@ -28,9 +28,7 @@ EXPERTS, LATENT, TOP_K = 896, 3584, 16
 
 def configs(tokens: int, shared: int, quick: bool) -> list[op.Config]:
     first = op.Config(tokens, COLUMNS, EXPERTS, LATENT, shared)
-    others = [op.Config(tokens, COLUMNS, EXPERTS, LATENT, shared, tactic=t) for t in tactics(sum(first.rows), (COLUMNS,), tokens)]
-    usable = [c for c in others if op.unavailable_reason(c, "sm_90a") is None and c.shape.tactic != first.shape.tactic]
-    return [first, *usable[: 0 if quick else 11 if tokens in (1, 8) else 7]]
+    return matmuls.compared(op, first, tactics(sum(first.rows), (COLUMNS,), tokens), quick)
 
 
 def stock_front(s: dict[str, torch.Tensor]) -> Callable[[int], object]:
@@ -46,9 +44,10 @@ def stock_front(s: dict[str, torch.Tensor]) -> Callable[[int], object]:
     return run
 
 
-def front(quick: bool) -> Iterator[Case]:
-    for slice_, shared in SHARED.items():
-        for tokens in BATCHES:
+def front(slices: list[str], batches: list[int], quick: bool) -> Iterator[Case]:
+    for slice_ in slices:
+        for tokens in batches:
+            shared = SHARED[slice_]
             rows = (EXPERTS, LATENT, 2 * shared)
             moved = sum(rows) * COLUMNS * 2 + tokens * (COLUMNS * 2 + EXPERTS * 4 + LATENT * 2 + shared * 2)
             copies = copies_for(moved)
@@ -65,15 +64,17 @@ def front(quick: bool) -> Iterator[Case]:
             variants: dict[str, Callable[[int], object]] = {"stock (4 launches)": stock_front(s)}
             for config in configs(tokens, shared, quick):
                 plan = op.plan(config, build.device_arch())
-                variants[name(config.shape.tactic)] = lambda i, plan=plan, s=s: op.run(
-                    plan, s["m"], s["router"][i], s["down"][i], s["gate_up"][i], s["logits"], s["z"], s["hidden"]
+                scratch = {n: torch.empty(shape, device="cuda").bfloat16() for n, (shape, _) in plan.scratch_shapes().items()}
+                variants[matmuls.name(config.tactic)] = lambda i, plan=plan, s=s, scratch=scratch: op.run(
+                    plan, s["m"], s["router"][i], s["down"][i], s["gate_up"][i], s["logits"], s["z"], s["hidden"], scratch
                 )
-            yield Case({"op": "front", "slice": slice_, "batch": tokens}, moved, variants, copies, "stock (4 launches)")
+            sizes = {"columns": COLUMNS, "latent": LATENT, "experts": EXPERTS, "shared": shared}
+            yield Case({"slice": slice_, "batch": tokens, **sizes}, moved, variants, copies, "stock (4 launches)")
             del s, variants
 
 
-def topk() -> Iterator[Case]:
-    for tokens in BATCHES:
+def topk(batches: list[int]) -> Iterator[Case]:
+    for tokens in batches:
         logits, bias = torch.randn(tokens, EXPERTS, device="cuda") * 2, torch.zeros(EXPERTS, device="cuda")
         ids, weights = torch.empty(tokens, TOP_K, device="cuda", dtype=torch.int32), torch.empty(tokens, TOP_K, device="cuda")
         integers = lambda n: torch.zeros(n, device="cuda", dtype=torch.int32)  # noqa: E731
@@ -90,19 +91,16 @@ def topk() -> Iterator[Case]:
         yield Case({"op": "topk, warm", "batch": tokens}, tokens * (EXPERTS * 4 + TOP_K * 8) + EXPERTS * 4, variants, 1, "stock")
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    yield from topk()
-    yield from front(quick)
+def cases(slices: list[str], batches: list[int], quick: bool) -> Iterator[Case]:
+    yield from topk(batches)
+    yield from front(slices, batches, quick)
 
 
 if __name__ == "__main__":
-    parser = arguments("moe_front")
-    parser.add_argument("--quick", action="store_true", help="only the default tactic")
-    parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
-    options = parser.parse_args()
-    if options.compile:
-        specs = [op.topk_spec(op.TopkConfig(t, grouped=g)) for t in BATCHES for g in (False, True)]
-        specs += [op.spec(c) for n in SHARED.values() for t in BATCHES for c in configs(t, n, options.quick)]
-        compile_all(specs, options.compile)
-    else:
-        main("moe_front", cases(options.quick), options)
+    options = matmuls.options("moe_front", SHARED).parse_args()
+    slices, batches = options.slices.split(","), matmuls.batches(options)
+    every = [c for n in slices for t in batches for c in configs(t, SHARED[n], options.quick)]
+    arch = options.compile or build.device_arch()
+    compile_all([op.topk_spec(op.TopkConfig(t, grouped=g)) for t in batches for g in (False, True)], arch)
+    shape = ("columns", "latent", "experts", "shared")
+    matmuls.run("moe_front", options, every, op.spec, cases(slices, batches, options.quick), shape)

@@ -1,6 +1,6 @@
 """The end of a LatentMoE layer on a TP8 and a TP16 rank: norm, up-projection and shared down-projection. Weights are cold.
 
-python benchmarks/ops/moe_tail.py --json OUT [--quick] [--compile ARCH]
+python benchmarks/ops/moe_tail.py --json OUT [--quick] [--slices tp8] [--batches 1,64] [--compile ARCH]
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.ops import stock
-from benchmarks.ops.ahead import compile_all
-from benchmarks.ops.projection import BATCHES, name
-from benchmarks.timing import Case, arguments, copies_for, main
+from benchmarks.ops import matmuls, stock
+from benchmarks.timing import Case, copies_for
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_tail as op
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import tactics
@@ -26,9 +24,7 @@ ROWS, LATENT = 7168, 3584
 
 
 def configs(tokens: int, shared: int, quick: bool) -> list[op.Config]:
-    every = tactics(ROWS, (LATENT, shared), tokens)
-    chosen = every[: 1 if quick else 12 if tokens in (1, 8) else 8]
-    return [op.Config(tokens, ROWS, LATENT, shared, tactic=tactic) for tactic in chosen]
+    return matmuls.compared(op, op.Config(tokens, ROWS, LATENT, shared), tactics(ROWS, (LATENT, shared), tokens), quick)
 
 
 def stock_tail(s: dict[str, torch.Tensor]) -> Callable[[int], object] | None:
@@ -47,9 +43,10 @@ def stock_tail(s: dict[str, torch.Tensor]) -> Callable[[int], object] | None:
     return run
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    for slice_, shared in SHARED.items():
-        for tokens in BATCHES:
+def cases(slices: list[str], batches: list[int], quick: bool) -> Iterator[Case]:
+    for slice_ in slices:
+        for tokens in batches:
+            shared = SHARED[slice_]
             moved = ROWS * (LATENT + shared) * 2 + tokens * (LATENT + shared + ROWS) * 2
             copies = copies_for(moved)
             s = {
@@ -66,19 +63,17 @@ def cases(quick: bool) -> Iterator[Case]:
                 variants["stock (4 launches)"] = incumbent
             for config in configs(tokens, shared, quick):
                 plan = op.plan(config, build.device_arch())
-                variants[name(config.tactic)] = lambda i, plan=plan, s=s: op.run(
-                    plan, s["r"], s["hidden"], s["norm"], s["up"][i], s["down"][i], s["delta"]
+                scratch = {n: torch.empty(shape, device="cuda").bfloat16() for n, (shape, _) in plan.scratch_shapes().items()}
+                variants[matmuls.name(config.tactic)] = lambda i, plan=plan, s=s, scratch=scratch: op.run(
+                    plan, s["r"], s["hidden"], s["norm"], s["up"][i], s["down"][i], s["delta"], scratch
                 )
-            yield Case({"slice": slice_, "batch": tokens}, moved, variants, copies, "stock (4 launches)")
+            label = {"slice": slice_, "batch": tokens, "rows": ROWS, "latent": LATENT, "shared": shared}
+            yield Case(label, moved, variants, copies, "stock (4 launches)")
             del s, variants, incumbent
 
 
 if __name__ == "__main__":
-    parser = arguments("moe_tail")
-    parser.add_argument("--quick", action="store_true", help="only the default tactic")
-    parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
-    options = parser.parse_args()
-    if options.compile:
-        compile_all((op.spec(c) for n in SHARED.values() for t in BATCHES for c in configs(t, n, options.quick)), options.compile)
-    else:
-        main("moe_tail", cases(options.quick), options)
+    options = matmuls.options("moe_tail", SHARED).parse_args()
+    slices, batches = options.slices.split(","), matmuls.batches(options)
+    every = [c for n in slices for t in batches for c in configs(t, SHARED[n], options.quick)]
+    matmuls.run("moe_tail", options, every, op.spec, cases(slices, batches, options.quick), ("rows", "latent", "shared"))

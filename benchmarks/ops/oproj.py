@@ -1,6 +1,6 @@
 """Output projection, sum over ranks and prefix update: one launch beside cuBLAS, an all-reduce and an addition. Weights are cold.
 
-python benchmarks/ops/oproj.py --json OUT [--ranks N] [--quick] [--compile ARCH]
+python benchmarks/ops/oproj.py --json OUT [--ranks N] [--quick] [--slices tp8] [--batches 1,64] [--compile ARCH]
 
 Without `--ranks` it measures the product and the update of one rank alone (the sum over ranks left out, for both). With it, N
 processes on N GPUs hold the shares of a TP-N deployment whose ranks have the columns of TP8 (so the bytes of one rank are TP8's),
@@ -22,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.ops import matmuls
 from benchmarks.ops.ahead import compile_all
-from benchmarks.ops.projection import name as tactic_name
-from benchmarks.timing import Case, arguments, copies_for, main
+from benchmarks.timing import Case, copies_for, main
 from vllm.model_executor.models.kimi_k3_fast.comm import Mailbox
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import oproj as op
@@ -32,22 +32,19 @@ from vllm.model_executor.models.kimi_k3_fast.ops.skinny import tactics
 
 ROWS = 7168
 COLUMNS = {"tp8": 1536, "tp16": 768, "tp1": 12288}
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = matmuls.BATCHES
 
 
 def name(config: op.Config) -> str:
     shots = "" if config.world == 1 else f"{2 if config.two_shot else 1}-shot "
-    return shots + tactic_name(config.shape.tactic)
+    return shots + matmuls.name(config.chosen)
 
 
 def configs(tokens: int, columns: int, world: int, quick: bool) -> list[op.Config]:
-    """With ranks: both numbers of shots with the default tactic. Alone: several tactics, most at batch 1 and 8."""
-    if world > 1:
-        every = [op.Config(tokens, ROWS, columns, world, shots=shots) for shots in (1, 2)]
-    else:
-        found = tactics(ROWS, (columns,), tokens)
-        wanted = 1 if quick else 12 if tokens in (1, 8) else 8
-        every = [op.Config(tokens, ROWS, columns, tactic=tactic) for tactic in found[:wanted]]
+    """With ranks: both numbers of shots with the tactic that is served. Alone: several tactics, most at batch 1 and 8."""
+    if world == 1:
+        return matmuls.compared(op, op.Config(tokens, ROWS, columns), tactics(ROWS, (columns,), tokens), quick)
+    every = [op.Config(tokens, ROWS, columns, world, shots=shots) for shots in (1, 2)]
     return [config for config in every if op.unavailable_reason(config, "sm_90a") is None]
 
 
@@ -75,21 +72,22 @@ def plain(reduce: Callable[[torch.Tensor], torch.Tensor], a: torch.Tensor, w: li
     return run
 
 
-def cases(world: int, rank: int, quick: bool) -> Iterator[Case]:
+def cases(world: int, rank: int, slices: list[str], batches: list[int], quick: bool) -> Iterator[Case]:
     device = torch.device("cuda", rank)
-    reducers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cublas + add": lambda y: y}
+    reducers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"stock cublas + add": lambda y: y}
     box = None
     if world > 1:
         import torch.distributed as dist
 
-        box = Mailbox(dist.group.WORLD, max(c.words for t in BATCHES for c in configs(t, COLUMNS["tp8"], world, quick)), device)
+        box = Mailbox(dist.group.WORLD, max(c.words for t in batches for c in configs(t, COLUMNS["tp8"], world, quick)), device)
         nccl = dist.new_group(backend="nccl")
-        reducers = {"cublas + nccl + add": lambda y: (dist.all_reduce(y, group=nccl), y)[1]}
+        reducers = {"stock cublas + nccl + add": lambda y: (dist.all_reduce(y, group=nccl), y)[1]}
         custom = custom_all_reduce(device)
         if custom:
-            reducers["cublas + stock all-reduce + add"] = custom
-    for slice_, columns in {"tp8": COLUMNS["tp8"]}.items() if world > 1 else COLUMNS.items():
-        for tokens in BATCHES:
+            reducers["stock cublas + all-reduce + add"] = custom
+    for slice_ in ["tp8"] if world > 1 else slices:
+        for tokens in batches:
+            columns = COLUMNS[slice_]
             copies = copies_for(ROWS * columns * 2)
             w = [torch.randn(ROWS, columns, device=device).bfloat16() for _ in range(copies)]
             a = torch.randn(tokens, columns, device=device).bfloat16()
@@ -100,7 +98,8 @@ def cases(world: int, rank: int, quick: bool) -> Iterator[Case]:
                 plan = op.plan(config, build.device_arch())
                 variants[name(config)] = lambda i, plan=plan, a=a, w=w, p=prefix: op.run(plan, a, w[i], p, box)
             moved = (ROWS * columns + tokens * (2 * ROWS + columns)) * 2
-            yield Case({"slice": slice_, "ranks": world, "batch": tokens}, moved, variants, copies, baseline)
+            label = {"slice": slice_, "ranks": world, "batch": tokens, "rows": ROWS, "columns": columns}
+            yield Case(label, moved, variants, copies, baseline)
     if box:
         box.health().check()
 
@@ -114,23 +113,22 @@ def one_rank(rank: int, world: int, folder: str, options: argparse.Namespace) ->
         if rank:  # rank 0 reports
             options.json = None
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        main("oproj", cases(world, rank, options.quick), options)
+        main("oproj", cases(world, rank, ["tp8"], matmuls.batches(options), options.quick), options)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    parser = arguments("oproj")
+    parser = matmuls.options("oproj", COLUMNS)
     parser.add_argument("--ranks", type=int, default=1, help="processes, one for each GPU, that sum over mailboxes")
-    parser.add_argument("--quick", action="store_true", help="only the default tactic")
-    parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     options = parser.parse_args()
-    shapes = [COLUMNS["tp8"]] if options.ranks > 1 else list(COLUMNS.values())
-    every = [op.spec(c) for columns in shapes for t in BATCHES for c in configs(t, columns, options.ranks, options.quick)]
-    compile_all(every, options.compile or build.device_arch())  # ranks shall not all compile the same
-    if options.compile:
-        sys.exit()
+    slices, batches = options.slices.split(",") if options.ranks == 1 else ["tp8"], matmuls.batches(options)
+    every = [c for n in slices for t in batches for c in configs(t, COLUMNS[n], options.ranks, options.quick)]
     if options.ranks == 1:
-        main("oproj", cases(1, 0, options.quick), options)
-    else:
+        measured = cases(1, 0, slices, batches, options.quick)
+        matmuls.run("oproj", options, every, op.spec, measured, ("rows", "columns"))
+        sys.exit()
+    specs = [spec for config in every if (spec := op.spec(config))]
+    compile_all(specs, options.compile or build.device_arch())  # ranks shall not all compile the same
+    if not options.compile:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(one_rank, (options.ranks, folder, options), nprocs=options.ranks)

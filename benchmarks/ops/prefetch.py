@@ -78,7 +78,7 @@ if __name__ == "__main__":
     parser.add_argument("--wait-us", type=float, default=5.0, help="how long memory is idle before the matmul")
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     options = parser.parse_args()
-    matmuls = [projection.spec(projection.Config(t, ROWS, COLUMNS)) for t in options.batches]
+    matmuls = [spec for t in options.batches if (spec := projection.spec(projection.Config(t, ROWS, COLUMNS)))]
     compile_all([*(op.spec(c) for c in configs()), *matmuls], options.compile or build.device_arch())
     if not options.compile:
         main("prefetch", cases(options.batches, options.wait_us), options)

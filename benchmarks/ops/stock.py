@@ -22,8 +22,10 @@ def _find(module: str, name: str) -> Any:
 
 def linear(a: torch.Tensor, weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The CuTe skinny GEMM of vLLM where it takes this shape (up to 16 tokens)."""
+    if a.shape[0] > 16:
+        return None
     skinny = _find("vllm.model_executor.kernels.linear.cute_dsl.skinny_gemm", "shape_dynamic_skinny_gemm")
-    if skinny is None or a.shape[0] > 16:
+    if skinny is None:
         return None
     try:
         skinny(a, weight)
