@@ -88,7 +88,9 @@ def decode_steps(device: torch.device, drafts: dict[str, list[int]]) -> None:
         logits = torch.empty(rows, 100, device=device)
         for asynchronous in (True, False):
             hooks.begin_check(logits, REQUESTS, drafts, asynchronous, None)
-        ends = torch.empty(4, dtype=torch.int32, device=device)
+        ends = torch.zeros(
+            4, dtype=torch.int32, device=device
+        )  # indices: what empty memory holds would be out of bounds on a GPU
         hooks.per_request(hooks.rows_not_finite(logits), ends)
         hooks.mark(SimpleNamespace(num_nans_in_logits=None))
 

@@ -33,15 +33,15 @@ def state_views(backbone: Backbone, groups: Sequence[str]) -> list[StateView]:
 
 
 def write_set(tensors: StepTensors, groups: Sequence[str]) -> WriteSet:
-    """The slots and cache rows that the step of these index tensors writes."""
-    slots: dict[int, Any] = {}
-    rows: dict[int, Any] = {}
+    """The slots and cache rows that the step of these index tensors, which are on the host, writes."""
+    slots: dict[int, list[int] | torch.Tensor] = {}
+    rows: dict[int, list[int] | torch.Tensor] = {}
     for group, name in enumerate(groups):
         where = tensors[name]
         if isinstance(where, StateSlots):
-            slots[group] = where.slots
+            slots[group] = where.slots.tolist()
         else:
-            rows[group] = where.slot_mapping
+            rows[group] = where.slot_mapping.tolist()
     return WriteSet(slots=slots, rows=rows)
 
 

@@ -22,7 +22,7 @@ from .agreement import Agreement
 from .events import EventLog
 from .ledger import Finding, Ledger
 from .policy import GuardStop, Policy
-from .records import BatchFacts, GraphKey, Mutation, Path, StateView, StepRecord, WriteSet
+from .records import BatchFacts, GraphKey, Mutation, Path, StateView, StepKind, StepRecord, WriteSet
 from .totals import COUNTS, SCHEMA, Totals
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Guard:
         self._lost = 0  # lines of the event file, as of the last flush
         self._totals = Totals()
         self._records: deque[StepRecord] = deque()  # closed steps, not counted yet: appending needs no lock
-        self._pending: dict[tuple, tuple[int, list[int]]] = {}  # by kind of step: its signature, and its counts since a flush
+        self._pending: dict[StepKind, tuple[int, list[int]]] = {}  # signature, and COUNTS since the last flush
         self._details: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._peaks: dict[str, float] = {}
@@ -195,7 +195,7 @@ class Guard:
             self.step += 1
         mode, padding = ("none", 0) if facts is None else (facts.mode, facts.padded_tokens - facts.num_tokens)
         kind = (path, plan_key, mode, spec_width, refusals)
-        self._records.append(StepRecord(self.step, kind, requests, tokens, decode_tokens, padding))
+        self._records.append((self.step, kind, requests, tokens, decode_tokens, padding))
         if write_set is not None:
             self._check_writes(write_set, facts, plan_key, requests, tokens)
         if path is Path.STANDARD and decode_tokens == tokens and self.policy.mode == "require":
@@ -205,20 +205,20 @@ class Guard:
 
     def _count_records(self) -> None:
         """Count the closed steps by their kind, and hash this rank's decisions, in the order of the steps. Under the lock."""
-        kind: tuple | None = None
+        last: StepKind | None = None
         for _ in range(len(self._records)):
-            record = self._records.popleft()
-            if record.kind != kind:  # rarely: steps of one kind follow each other, and a comparison costs less than a hash
-                kind = record.kind
+            step, kind, requests, tokens, decode_tokens, padding = self._records.popleft()
+            if kind != last:  # rarely: steps of one kind follow each other, and a comparison costs less than a hash
+                last = kind
                 signature, counts = self._pending.get(kind) or self._new_kind(kind)
             counts[0] += 1
-            counts[1] += record.requests
-            counts[2] += record.tokens
-            counts[3] += record.decode_tokens
-            counts[4] += record.padded_rows
-            self.agreement.add(record.step, signature + record.tokens * 0x9E3779B1 + record.requests)
+            counts[1] += requests
+            counts[2] += tokens
+            counts[3] += decode_tokens
+            counts[4] += padding
+            self.agreement.add(step, signature + tokens * 0x9E3779B1 + requests)
 
-    def _new_kind(self, kind: tuple) -> tuple[int, list[int]]:
+    def _new_kind(self, kind: StepKind) -> tuple[int, list[int]]:
         path, plan_key, mode, width, refusals = kind
         codes = tuple(sorted({r.reason.code for r in refusals}))
         signature = zlib.crc32(repr((path.value, plan_key, mode, width, codes)).encode())

@@ -130,8 +130,10 @@ class Ledger:
                 yield Finding(Reason.WRITE_OUTSIDE, {"buffer": name}, f"mailbox epoch went back from {before} to {epoch}")
 
 
-def _host(values: Sequence[int] | torch.Tensor, count: int) -> list[int] | None:
+def _host(values: list[int] | torch.Tensor, count: int) -> list[int] | None:
     """The first `count` values; None if they are on a device."""
-    if not hasattr(values, "is_cpu"):
-        return list(values[:count])
-    return values.tolist()[:count] if values.is_cpu else None  # in this order: a tensor's slice costs more than a list's
+    if not isinstance(values, list):
+        if not values.is_cpu:
+            return None
+        values = values.tolist()
+    return values if len(values) == count else values[:count]

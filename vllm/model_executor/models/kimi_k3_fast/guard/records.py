@@ -54,16 +54,12 @@ class BatchFacts:
         return GraphKey(self.mode, self.padded_tokens, self.padded_reqs, self.uniform)
 
 
-class StepRecord(NamedTuple):
-    """One closed step, as it waits to be counted. `kind`: path, plan key, mode, speculative width and refusals, by which steps
-    are counted."""
+StepKind = tuple[Path, str | None, str, int, tuple[Refusal, ...]]
+"""What steps are counted by: path, plan key, mode, speculative width, refusals."""
 
-    step: int
-    kind: tuple[Path, str | None, str, int, tuple[Refusal, ...]]
-    requests: int
-    tokens: int
-    decode_tokens: int
-    padded_rows: int
+StepRecord = tuple[int, StepKind, int, int, int, int]
+"""One closed step as it waits to be counted: number, kind, requests, tokens, decode tokens and padded rows. A plain tuple, since
+one is made in every step."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class WriteSet:
     sampled steps.
     """
 
-    slots: Mapping[int, Sequence[int] | torch.Tensor] = field(default_factory=dict)
-    rows: Mapping[int, Sequence[int] | torch.Tensor] = field(default_factory=dict)
+    slots: Mapping[int, list[int] | torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[int, list[int] | torch.Tensor] = field(default_factory=dict)
     buffers: Sequence[str] = ()
     epochs: Mapping[str, int] = field(default_factory=dict)

@@ -25,12 +25,12 @@ check: Callable[[], None] = lambda: None  # noqa: E731  replaced by the package 
 decide: Callable[[Any], bool] = lambda vllm_config: False  # noqa: E731  does this engine serve a model the guard watches?
 
 _SLOTS, _MARKS, _PROCESS = "k3fast_slots", "k3fast_marks", "k3fast_process"
-_CHECK_EVERY = 1024
+_CHECK_EVERY = 1 << 14  # calls; a worker's reports check as well
 
 
 def _ran(name: str) -> None:
     count = ran[name] = ran.get(name, 0) + 1
-    if count % _CHECK_EVERY == 0 or count & (count - 1) == 0:  # and at 1, 2, 4, ...: soon after the start
+    if count & (count - 1) == 0 or count % _CHECK_EVERY == 0:  # at 1, 2, 4, ... too: soon after the start
         check()
 
 
@@ -115,10 +115,12 @@ def scheduled(scheduler_output: Any) -> None:
     """A step was scheduled: hand everything collected to the workers on it."""
     global _outbox
     _ran("scheduled")
-    if active() and _outbox:
+    if not active():
+        return
+    if _outbox:
         setattr(scheduler_output, _SLOTS, _outbox)
         _outbox = []
-    if active() and process:
+    if process:
         setattr(scheduler_output, _PROCESS, dict(process))
         process.clear()
 
@@ -216,7 +218,7 @@ def begin_check(
 
 def _bad_on_host(logits: torch.Tensor, request_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> list[bool] | None:
     """By request, whether a row is not finite; None if all are. One tensor operation, since each costs more than all the rest."""
-    largest = logits.amax(dim=-1).tolist()
+    largest = logits.amax(-1).tolist()
     if math.isfinite(sum(largest)):  # not overflowing: Python adds in doubles
         return None
     bad = iter([not math.isfinite(value) for value in largest])
@@ -244,14 +246,16 @@ def end_check(bad: torch.Tensor | list[bool] | None, request_ids: Sequence[str],
 
 
 def mark(output: Any, asynchronous: bool = True) -> None:
-    """Attach to a worker's output the requests that mode `require` ends. Its presence says that this worker's guard watches."""
+    """Attach to a worker's output the requests that mode `require` ends. Its presence says that this worker's guard watches, and
+    that the rows counted in the output are bad ones; where it is known already that there is nothing to end, nothing travels."""
     _ran("mark")
     now = guard.current()
     if now.watching:
         failing = now.take_failing()
-        setattr(output, _MARKS, {request: reason.code for request, reason in failing.items()} if failing else {})
-        if not asynchronous:
-            output_ready(output)
+        if failing or asynchronous or output.num_nans_in_logits:
+            setattr(output, _MARKS, {request: reason.code for request, reason in failing.items()})
+            if not asynchronous:
+                output_ready(output)
 
 
 def output_ready(output: Any) -> None:
