@@ -348,6 +348,7 @@ PACKED_CUTS: tuple[dict[str, Any], ...] = (
     {"ahead": 0},
     {"spread": False},
     {"strip": 4},
+    {"strip": 2},
     {"strip": 1},
     {"split": 7, "flight": 9},
     {"warps": 12, "depth": 8},
@@ -362,9 +363,13 @@ PACKED_GROUPED_CUTS: tuple[dict[str, Any], ...] = (
 
 
 def _packed(config: Config) -> PackedTactic:
-    """Thinner strips where there would be too few items to share out."""
-    items = config.pairs * PackedFirst(config.hidden, config.width, 2, 1, 1, False).tiles
-    return replace(PACKED, strip=2 if items >= 2 * SM_COUNT else 1)
+    """The widest strips with which nine blocks of ten are busy to the end."""
+
+    def even(strip: int) -> bool:
+        items = config.pairs * PackedFirst(config.hidden, config.width, strip, 1, 1, False).tiles
+        return 10 * items >= 9 * SM_COUNT * -(-items // SM_COUNT)
+
+    return replace(PACKED, strip=next((strip for strip in (4, 2) if even(strip)), 1))
 
 
 def default_tactic(config: Config) -> Tactic | PackedTactic:
