@@ -133,3 +133,12 @@ def test_the_report_follows_from_the_event_file(tmp_path):
     del report["events"]
     assert report["decisions"]["step"] == 3
     assert recompute(guard.events.files()) == report
+
+
+def test_a_rank_named_before_its_settings_reports_under_its_name() -> None:
+    """As the workers of a tensor-parallel group do; no event file is wanted, so none is renewed."""
+    watching = Guard()
+    watching.rank = "rank1"
+    watching.configure(Policy(mode="require"))
+    found = watching.report()
+    assert found["rank"] == "rank1" and found["policy"]["mode"] == "require"

@@ -85,7 +85,9 @@ class Guard:
         if renewed:
             self.events.close()
             self.events = self._event_log()
-            self._totals.start |= {"rank": self.rank, "policy": self.policy.as_dict()}
+        now = {"rank": self.rank, "policy": self.policy.as_dict()}
+        if renewed or any(self._totals.start.get(name) != value for name, value in now.items()):
+            self._totals.start |= now  # the rank may have been named before, and no file be wanted
             self._carry()
 
     def _event_log(self) -> EventLog:
