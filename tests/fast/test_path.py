@@ -1,10 +1,17 @@
-"""The fast path does not run where the guard is blind: a patch that is refused is a reason against it, among all the others."""
+"""The fast path does not run where the guard is blind: a patch that is refused is a reason against it, among all the others; and
+what the guard sees of a step's slots it sees before they are written."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts, Guard, GuardStop, Policy, StateView
 
 
 def run(code: str) -> str:
@@ -52,3 +59,29 @@ def test_a_target_that_differs_by_one_byte_keeps_the_fast_path_off_and_require_f
     require = out[out.index("require:") :]
     assert "lora: LoRA is enabled" in require and "patch_drift: patch 2" in require, "all reasons, not the first"
     assert "Install the unmodified release" in require
+
+
+@pytest.mark.parametrize(
+    ("slot", "audit", "seen"), [(1, 0, ["run"]), (2, 0, []), (2, 1, ["run"])], ids=["own", "wrong", "audited"]
+)
+def test_a_slot_of_another_request_stops_the_step_before_it_is_written(slot: int, audit: int, seen: list[str]) -> None:
+    """But for steps that are audited: their digests are compared behind the writes."""
+    from vllm.model_executor.models.kimi_k3_fast.fast.executor import StateSlots
+    from vllm.model_executor.models.kimi_k3_fast.fast.path import FastPath
+    from vllm.model_executor.models.kimi_k3_fast.fast.plan import Plan, StepKey
+
+    ran: list[str] = []
+    path, guard = object.__new__(FastPath), Guard(Policy(policy="stop", audit_every=audit))
+    guard.bind_state(1, [StateView("layers.0.state", "kda_recurrent", 0, 0, torch.zeros(4, 8))])
+    guard.slots_changed([("allocated", "a", [1]), ("allocated", "b", [2])])
+    path.guard, path._groups, path._executor = guard, ["kda"], SimpleNamespace(run=lambda *args: ran.append("run"))
+    guard.open_step(BatchFacts("none", 1, 1, 1, 1, True, ("a",)))
+    key = StepKey(requests=1, tokens=1, padded=1, prompt_tokens=0, width=1, bound=1)
+    step = Plan("decode/1/torch", 1, 1, "torch", 1), torch.zeros(1), key, {"kda": StateSlots(torch.tensor([slot]))}
+    if slot == 1:
+        path._run(*step, lambda nudge: torch.zeros(1))
+    else:
+        with pytest.raises(GuardStop, match="slot_not_owned"):
+            path._run(*step, lambda nudge: torch.zeros(1))
+    assert ran == seen
+    assert guard.report()["steps"]["fast"]["steps"] == 1

@@ -90,7 +90,7 @@ def decode_steps(device: torch.device, drafts: dict[str, list[int]]) -> None:
             hooks.begin_check(logits, REQUESTS, drafts, asynchronous, None)
         ends = torch.zeros(
             4, dtype=torch.int32, device=device
-        )  # indices: what empty memory holds would be out of bounds on a GPU
+        )  # indices: empty memory would be out of bounds
         hooks.per_request(hooks.rows_not_finite(logits), ends)
         hooks.mark(SimpleNamespace(num_nans_in_logits=None))
 

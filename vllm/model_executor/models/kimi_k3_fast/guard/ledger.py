@@ -99,7 +99,7 @@ class Ledger:
             if slots is not None:
                 written.append((group, slots))
         for group, values in write_set.rows.items():
-            size = self._rows_per_slot.get(group)
+            size = self._rows_per_slot.get(group, 0)
             rows = _host(values, tokens) if size else None
             if rows is not None:
                 written.append((group, [row // size for row in rows]))
