@@ -199,7 +199,11 @@ class Guard:
         kind = (path, plan_key, mode, spec_width, refusals)
         self._records.append((self.step, kind, requests, tokens, decode_tokens, padding))
         if write_set is not None:
-            self._check_writes(write_set, facts, plan_key, requests, tokens)
+            found = self.ledger.check(write_set, facts.request_ids if facts else (), requests, tokens)
+            if self.auditing:
+                found += self._audited(write_set, requests, tokens)
+            for finding in found:
+                self._found(finding, plan_key)
         if path is Path.STANDARD and decode_tokens == tokens and self.policy.mode == "require":
             self._require(refusals, facts)
         if time.monotonic() >= self._next_flush or len(self._records) >= WAITING_RECORDS:
@@ -313,15 +317,10 @@ class Guard:
         self.violation(reason, where, f"{worst.name}: relative distance {worst.distance:.3g}, bar {worst.bar:.3g}")
         return False
 
-    def _check_writes(
-        self, write_set: WriteSet, facts: BatchFacts | None, plan_key: str | None, requests: int, tokens: int
-    ) -> None:
-        found = self.ledger.check(write_set, facts.request_ids if facts else (), requests, tokens)
-        if self._audit is not None and self._audit.begun:
-            self.count("audited_steps")
-            found += self._audit.end(write_set, requests, tokens, lambda slot: self.ledger.writer.get(slot, ""))
-        for finding in found:
-            self._found(finding, plan_key)
+    def _audited(self, write_set: WriteSet, requests: int, tokens: int) -> list[Finding]:
+        assert self._audit is not None
+        self.count("audited_steps")
+        return self._audit.end(write_set, requests, tokens, lambda slot: self.ledger.writer.get(slot, ""))
 
     def _found(self, finding: Finding, plan_key: str | None) -> None:
         self.violation(finding.reason, {**finding.where, **({"plan_key": plan_key} if plan_key else {})}, finding.detail)

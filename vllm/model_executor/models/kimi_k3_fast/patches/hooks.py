@@ -200,7 +200,7 @@ def begin_check(
     logits are on the host the answer is there at once: None if all rows are finite.
     """
     _ran("logits_checked")
-    if logits is None or not active():
+    if logits is None or not guard.current().watching:
         return otherwise
     if logits.is_cpu and not asynchronous:
         return _bad_on_host(logits, request_ids, drafts)
