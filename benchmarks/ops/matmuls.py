@@ -37,13 +37,25 @@ def name(tactic: Tactic | Library) -> str:
 
 
 def compared(op: Any, config: Any, others: list[Tactic], quick: bool) -> list[Any]:
-    """The config with what `plan` takes, with the library, with our kernel where that is not what `plan` takes; and, unless
-    quick, with some others, more for batch 1 and 8.
+    """The config with what `plan` takes, with the library, with our kernel where that is not what `plan` takes, and for many
+    tokens with more, narrower warps; and, unless quick, with some others, more for batch 1 and 8.
     """
+    kernel = config.shape.tactic
+    narrow = [narrower(op, config, tiles) for tiles in (1, 2)] if kernel.stages and not kernel.chunk else []
     more = others[: 0 if quick else 12 if config.tokens in (1, 8) else 8]
-    every = dict.fromkeys([config.chosen, LIBRARY, config.shape.tactic, *more])
+    every = dict.fromkeys([config.chosen, LIBRARY, kernel, *narrow, *more])
     found = [replace(config, tactic=tactic) for tactic in every]
     return [c for c in found if op.unavailable_reason(c, "sm_90a") is None]
+
+
+def narrower(op: Any, config: Any, tiles: int) -> Tactic:
+    """The kernel's tactic with so many tiles of rows for a warp, and no more warps than the rows need."""
+    kernel = config.shape.tactic
+    for row_warps in range(1, 17):
+        kernel = replace(kernel, row_warps=row_warps, tiles=tiles)
+        if op.unavailable_reason(replace(config, tactic=kernel), "sm_90a") is None:
+            break
+    return kernel
 
 
 def options(benchmark: str, slices: Iterable[str]) -> argparse.ArgumentParser:

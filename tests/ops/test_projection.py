@@ -24,6 +24,7 @@ SMALL = [
     op.Config(2, 72, 2048, tactic=Tactic(groups=5, k_warps=4, tiles=1, depth=2, resident=2)),
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, row_warps=3, k_warps=1, tiles=1, depth=2)),
 ]
+NARROW = op.Config(36, 190, 320, tactic=Tactic(groups=2, splits=2, row_warps=6, k_warps=2, tiles=1, stages=3))
 RINGS = [  # stages used again and again; a last chunk in part; splits of unlike length; more fetching warps than rows to fetch
     op.Config(1, 80, 512, tactic=Tactic(groups=5, k_warps=2, tiles=1, stages=2, chunk=64, fetchers=1)),
     op.Config(3, 100, 1408, tactic=Tactic(groups=3, splits=2, k_warps=4, tiles=3, stages=3, chunk=256, fetchers=2, height=34)),
@@ -36,6 +37,9 @@ RINGS = [  # stages used again and again; a last chunk in part; splits of unlike
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, k_warps=1, tiles=3, stages=3, chunk=64, fetchers=4)),
 ]
 RINGS += [replace(RINGS[1], tactic=replace(RINGS[1].tactic, k_warps=1, passing=True, rehearse=True))]
+
+
+STREAMED = default_tactic(6288, (7168,), 64)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
@@ -79,7 +83,7 @@ def test_the_librarys_product(tokens: int, out: str) -> None:
         op.run(op.plan(config, "sm_90a"), a, w, found[:, 1:])
 
 
-@pytest.mark.parametrize("config", [*SMALL[2:], *RINGS], ids=str)
+@pytest.mark.parametrize("config", [*SMALL[2:], *RINGS, NARROW], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
 
@@ -101,8 +105,8 @@ def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
     return case["a"] @ case["w"].T if out == "bf16" else case["a"].float() @ case["w"].float().T
 
 
-@pytest.mark.parametrize("config", [RINGS[0], RINGS[2], RINGS[-1]], ids=str)
-def test_a_ring_gives_the_right_numbers_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+@pytest.mark.parametrize("config", [RINGS[0], RINGS[2], RINGS[-1], NARROW], ids=str)
+def test_stages_give_the_right_numbers_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
     a, w = torch.randn(config.tokens, config.columns).bfloat16(), torch.randn(config.rows, config.columns).bfloat16()
     out = torch.full((config.tokens, config.rows), float("nan"), dtype=torch.bfloat16)
     tactic = config.shape.tactic
@@ -118,7 +122,8 @@ def test_a_ring_gives_the_right_numbers_in_any_order_of_warps(config: op.Config,
         *SMALL,
         *RINGS,
         *(op.Config(t, 6288, 7168) for t in (1, 8, 16, 64)),
-        op.Config(64, 6288, 7168, tactic=default_tactic(6288, (7168,), 64)),
+        NARROW,
+        *(op.Config(64, 6288, 7168, tactic=t) for t in (STREAMED, replace(STREAMED, row_warps=6, tiles=1))),
         *(op.Config(t, 3216, 7168, out, tactic=LIBRARY) for t, out in ((1, "bf16"), (32, "bf16"), (64, "f32"))),
         *map(_ring, (1, 8, 16, 32, 64)),
     ],
