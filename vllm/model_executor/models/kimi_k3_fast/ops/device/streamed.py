@@ -18,7 +18,7 @@ from cutlass.cutlass_dsl import select_
 from ..skinny import TILE, UNIT, Shape, ceil_div
 from .ptx import copy_async, load_shared, mma_bf16, multiply_bf16, opaque, stream_async
 from .reduce import warp_sum
-from .ring import Ring
+from .ring import Ring, apart
 from .skinny import Block, Rows, Smem
 from .vectors import unpack_bf16
 
@@ -175,7 +175,8 @@ class Streamed(Block):
         for h in range(2 // self.tactic.k_warps):
             lane = self.operand if h == 0 else self.operand ^ (4 * CHUNK)
             rows = start + (self.row_warp * (tiles * TILE * ROW) + lane)
-            a = [(load_shared(rows + m * TILE * ROW), load_shared(rows + (m * TILE + 8) * ROW)) for m in range(tiles)]
+            tops = [apart(load_shared(rows + m * TILE * ROW)) for m in range(tiles)]
+            bottoms = [apart(load_shared(rows + (m * TILE + 8) * ROW)) for m in range(tiles)]
             factors = None
             if with_norm:
                 norm = (self.tactic.rows + self.shape.padded_tokens) * ROW
@@ -184,7 +185,7 @@ class Streamed(Block):
                 b = load_shared(start + ((self.tactic.rows + n * 8) * ROW + lane))
                 if factors is not None:
                     b = tuple(multiply_bf16(word, factor) for word, factor in zip(b, factors, strict=True))
-                for m, (top, bottom) in enumerate(a):
+                for m, (top, bottom) in enumerate(zip(tops, bottoms, strict=True)):
                     at = (m * groups + n) * 4
                     own = [acc[at + i] for i in range(4)]
                     sums = [Float32(0.0)] * 4 if self.exact else list(own)
