@@ -38,10 +38,10 @@ def name(tactic: Tactic | Library) -> str:
 
 def compared(op: Any, config: Any, others: list[Tactic], quick: bool) -> list[Any]:
     """The config with what `plan` takes, with the library, with our kernel where that is not what `plan` takes, and for many
-    tokens with more, narrower warps; and, unless quick, with some others, more for batch 1 and 8.
+    tokens with other numbers of warps; and, unless quick, with some others, more for batch 1 and 8.
     """
     kernel = config.shape.tactic
-    narrow = [narrower(op, config, tiles) for tiles in (1, 2)] if kernel.stages and not kernel.chunk else []
+    narrow = [narrower(op, config, tiles) for tiles in (1, 2, 3)] if kernel.stages and not kernel.chunk else []
     more = others[: 0 if quick else 12 if config.tokens in (1, 8) else 8]
     every = dict.fromkeys([config.chosen, LIBRARY, kernel, *narrow, *more])
     found = [replace(config, tactic=tactic) for tactic in every]

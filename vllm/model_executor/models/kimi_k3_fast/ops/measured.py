@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .library import LEAST_TOKENS, LIBRARY, Library
-from .skinny import Shape, Tactic, default_tactic, ring_tactic
+from .skinny import TILE, Shape, Tactic, ceil_div, default_tactic, ring_tactic
+
+MOST_ROW_WARPS = 7  # of a streamed block; twice as many warps, as two share its columns
 
 
 @functools.cache
@@ -37,14 +39,20 @@ def tactic(folder: Path, tokens: int, *, library: bool, **shape: int) -> Tactic 
 
 def unmeasured(rows: int, columns: tuple[int, ...], tokens: int, whole: int = 1) -> Tactic:
     """The kernel for a shape that has no row: up to 16 tokens the ring that was fastest at every shape of TP8 and TP16, where
-    the matrix fills it; else the default. `whole`: rows of a group come in multiples of it.
+    the matrix fills it; above, the default with fewer rows for a warp and more warps, which wait for each other less and keep
+    their sums in registers. `whole`: rows of a group come in multiples of it.
     """
     if tokens <= 16 and rows >= 1024 and sum(columns) >= 512:
         ring = replace(ring_tactic(rows, columns, tokens, whole=whole), passing=True)
         shape = Shape(tokens, columns, ring)
         if ring.stages >= 2 and shape.problem() is None and shape.uncovered(rows) is None:
             return ring
-    return default_tactic(rows, columns, tokens)
+    tactic = default_tactic(rows, columns, tokens)
+    if not tactic.stages:
+        return tactic
+    held = ceil_div(ceil_div(rows, tactic.groups), TILE)
+    tiles = ceil_div(held, MOST_ROW_WARPS)
+    return replace(tactic, tiles=tiles, row_warps=ceil_div(held, tiles))
 
 
 def chosen(folder: Path, arch: str, shape: dict[str, int], batch: str) -> dict[str, Any] | None:

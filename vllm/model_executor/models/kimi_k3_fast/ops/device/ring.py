@@ -178,7 +178,7 @@ class Ring(Block):
             if with_norm:
                 factors = load_shared(start + ((shape.height + shape.tokens) * shape.stage_pitch + self.slot * 8))
             tiles = [[load_shared(start + row) for row in rows] for rows in self.operands]
-            if groups > 2:
+            if groups > 2 and not self.exact:  # an exact block has no registers left
                 tiles = [[apart(words) for words in rows] for rows in tiles]
             for n in range(groups):
                 token = n * 8 + self.quad  # past the batch the last one again: their sums are not stored
