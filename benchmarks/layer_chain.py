@@ -11,7 +11,7 @@ four chains; a matmul that is not named keeps its default. A letter sets a field
 every tile of rows. `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f), splits (s), e1 for weights
 that leave L2 first and h1 for a rehearsal of the loop. `library` multiplies by PyTorch's product, in more launches;
 `skinny` by our kernel where the library is the default. Below a result stands how much later than all before it each kernel of a
-layer ends: what it costs the chain. `--ahead 0,512` compares columns of the up-projection that the choice of experts asks for.
+layer ends: what it costs the chain.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
 cuts of theirs: "default;strip=4 flight=3" names fields of the tactic.
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
@@ -188,12 +188,6 @@ def fits(layout: str, cut: str) -> bool:
     return fields_of(cut).keys() <= asdict(experts.PACKED if layout == "humming" else experts.PAIRS).keys()
 
 
-def choice(batch: int, routed: experts.Plan, ahead: int) -> moe_front.TopkConfig:
-    """The choice of experts, which also asks for the first `ahead` columns of the latent up-projection."""
-    rows = moe_front.Ahead(D, LATENT, ahead) if ahead else None
-    return moe_front.TopkConfig(batch, grouped=routed.tactic.grouped, ahead=rows)
-
-
 OPS = {"in_proj": projection, "o_proj": projection, "front": moe_front, "tail": moe_tail}
 
 
@@ -208,7 +202,6 @@ class Chain:
         arch: str,
         tactic: str,
         experts_plan: experts.Plan,
-        ahead: int = 0,
     ) -> None:
         self.weights, self.batch = weights, batch
         inner, columns = s.heads * HEAD, kda.columns(s.heads)
@@ -228,7 +221,7 @@ class Chain:
         self.products = {name: bf16(*shape) for name, (shape, _) in buffers.items()}
         self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
         self.experts, self.width = experts_plan, s.width
-        self.topk = moe_front.topk_plan(choice(batch, experts_plan, ahead), arch)
+        self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch, grouped=experts_plan.tactic.grouped), arch)
         self.routing, self.choose = self._routing(batch)
         pairs = batch * TOP_K
         self.scratch = experts.Scratch(bf16(pairs, s.width))
@@ -252,8 +245,7 @@ class Chain:
             groups = moe_front.Groups(routing.offsets, routing.pairs, routing.active, routing.num_active, integers(1))
 
         def choose(w: dict[str, Any]) -> None:
-            later = w["up"] if self.topk.config.ahead else None
-            moe_front.run_topk(self.topk, self.logits, w["bias"], routing.num_tokens, routing.ids, routing.weights, groups, later)
+            moe_front.run_topk(self.topk, self.logits, w["bias"], routing.num_tokens, routing.ids, routing.weights, groups)
 
         return routing, choose
 
@@ -351,15 +343,13 @@ def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str
     return [(name, statistics.median(found)) for name, found in zip(short, ends, strict=True)]
 
 
-def specs_of(
-    s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]], aheads: list[int]
-) -> list[build.KernelSpec]:
+def specs_of(s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]]) -> list[build.KernelSpec]:
     """Every kernel of a chain. routings: layouts of the experts with cuts of their tactics."""
     of_matmuls = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
     found = [spec for spec in of_matmuls if spec is not None]
     for layout, text in routings:
         plan = routed(s, batch, layout, text, arch, compiled=False)
-        found += [*plan.specs, *(moe_front.topk_spec(choice(batch, plan, ahead)) for ahead in aheads)]
+        found += [*plan.specs, moe_front.topk_spec(moe_front.TopkConfig(batch, grouped=plan.tactic.grouped))]
     found += [attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch).spec]
     return [*found, kda.plan(kda.Config(s.heads, batch, kda.columns(s.heads)), arch, load=False).spec]
 
@@ -417,9 +407,6 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="folder of the ops, whose tactics.json take the fastest tactics")
     parser.add_argument("--layout", default="raw", help="layouts of the experts: raw,humming")
     parser.add_argument("--experts", default="default", help="cuts of the experts' tactic, separated by semicolons")
-    parser.add_argument(
-        "--ahead", default="0", help="columns of the up-projection that the choice of experts asks into L2: 0,512"
-    )
     parser.add_argument("--commit")
     options = parser.parse_args()
     routings = [
@@ -427,9 +414,8 @@ def main() -> None:
     ]
     tactics = [text.strip() for text in options.tactics.split(";")]
     cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
-    aheads = [int(n) for n in options.ahead.split(",")]
     arch = options.compile or build.device_arch()
-    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch, routings, aheads)), arch)
+    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch, routings)), arch)
     if options.compile:
         return
     results = []
@@ -439,15 +425,9 @@ def main() -> None:
         weights = {"raw": [layer_weights(s) for _ in range(LAYERS)]}
         if "humming" in options.layout:
             weights["humming"] = [{**w, "experts": humming.pack(w["experts"])} for w in weights["raw"]]
-        cuts = [
-            (int(b), t, routing, ahead)
-            for b in options.batches.split(",")
-            for t in tactics
-            for routing in routings
-            for ahead in aheads
-        ]
-        for batch, tactic, (layout, text), ahead in cuts:
-            chain = Chain(s, batch, weights[layout], arch, tactic, routed(s, batch, layout, text, arch), ahead)
+        cuts = [(int(b), t, routing) for b in options.batches.split(",") for t in tactics for routing in routings]
+        for batch, tactic, (layout, text) in cuts:
+            chain = Chain(s, batch, weights[layout], arch, tactic, routed(s, batch, layout, text, arch))
             us, graph = measure(chain)
             rows = kernels(graph)
             launches = len(rows) / (2 * LAYERS)
@@ -461,7 +441,6 @@ def main() -> None:
                     "tactic": tactic,
                     "layout": layout,
                     "experts": str(chain.experts.tactic),
-                    "ahead": ahead,
                     "us": us,
                     "launches": launches,
                     "bytes": moved,

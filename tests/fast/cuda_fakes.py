@@ -405,9 +405,7 @@ def _front(c: Any, m: Any, router: Any, down: Any, gate_up: Any, logits: Any, z:
     hidden.copy_(situ(F.linear(m, gate_up), c.beta, c.linear_beta))
 
 
-def _topk(c: Any, logits: Any, bias: Any, num_tokens: Any, ids: Any, chosen: Any, groups: Any = None, later: Any = None) -> None:
-    if c.ahead is not None:
-        assert tuple(later.shape) == (c.ahead.rows, c.ahead.columns), "another matrix than the plan's is asked for"
+def _topk(c: Any, logits: Any, bias: Any, num_tokens: Any, ids: Any, chosen: Any, groups: Any = None) -> None:
     assert (groups is not None) == c.grouped
     found, shares = front_form.route(logits, bias, c.top_k, c.renormalise, c.scaling)
     real = torch.arange(c.tokens)[:, None] < _shaped(num_tokens, 1)

@@ -198,13 +198,7 @@ def _trap(warp: Warp, mask: Array) -> None:
 
 
 def run(
-    spec: KernelSpec,
-    tensors: dict[str, Any],
-    grid: tuple[int, ...],
-    arch: str = "sm_90a",
-    seed: int = 0,
-    cluster: int = 1,
-    prefetched: list[tuple[int, int]] | None = None,
+    spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0, cluster: int = 1
 ) -> None:
     """As `ptx_machine.run`."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
@@ -213,5 +207,3 @@ def run(
     for one in launch.clusters():
         _run_together([one], order)
     memory.give_back()
-    if prefetched is not None:
-        prefetched += memory.prefetched

@@ -49,8 +49,7 @@ def test_refuses_what_it_cannot_compute() -> None:
     for config in (op.Config(1, 200, 48, 80, 32), odd, op.Config(65, 256, 48, 80, 32, tactic=LIBRARY)):
         assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
     assert op.Config(64, 256, 48, 80, 33).chosen is not LIBRARY
-    for refused in (op.TopkConfig(1, 2000, 16), op.TopkConfig(1, ahead=op.Ahead(8, 60, 16))):
-        assert op.topk_unavailable_reason(refused, "sm_90a").reason is Reason.OP_SHAPE
+    assert op.topk_unavailable_reason(op.TopkConfig(1, 2000, 16), "sm_90a").reason is Reason.OP_SHAPE
 
 
 LIBRARYS = [
@@ -81,7 +80,6 @@ def test_the_librarys_products_and_situ(config: op.Config, monkeypatch: pytest.M
                 op.TopkConfig(1),
                 op.TopkConfig(3, 48, 4),
                 op.TopkConfig(3, 48, 4, grouped=True),
-                op.TopkConfig(3, 48, 4, grouped=True, ahead=op.Ahead(70, 64, 16)),
             ),
         ),
     ],
@@ -129,7 +127,7 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torc
     for found, exact, plain in zip(
         out.values(), reference.front(**case, **betas), reference.torch_form(**case, **betas), strict=True
     ):
-        check_error(found, exact, plain)
+        check_error(found, exact, plain, config.chosen)
 
 
 @pytest.mark.gpu
@@ -168,10 +166,7 @@ def _choose(
     ids = torch.full((config.tokens, config.top_k), -7, device="cuda", dtype=torch.int32)
     weights = torch.full((config.tokens, config.top_k), float("nan"), device="cuda")
     count = torch.tensor([config.tokens if live is None else live], device="cuda", dtype=torch.int32)
-    later = None
-    if config.ahead:
-        later = torch.zeros(config.ahead.rows, config.ahead.columns, dtype=torch.bfloat16, device="cuda")
-    op.run_topk(op.topk_plan(config, build.device_arch()), logits, bias, count, ids, weights, groups, later)
+    op.run_topk(op.topk_plan(config, build.device_arch()), logits, bias, count, ids, weights, groups)
     return ids, weights
 
 
@@ -199,7 +194,6 @@ def _logits(kind: str, tokens: int, experts: int, seed: int) -> torch.Tensor:
         op.TopkConfig(64),
         op.TopkConfig(3, 48, 4, scaling=2.4),
         op.TopkConfig(2, 1000, 20, False),
-        op.TopkConfig(8, ahead=op.Ahead(7168, 3584, 512)),
     ],
     ids=str,
 )

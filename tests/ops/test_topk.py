@@ -1,5 +1,4 @@
-"""The choice of experts as compiled, on the PTX machine of the tests: ids, ties, weights, padded rows, pairs by expert, and what
-is asked into L2 beside it."""
+"""The choice of experts as compiled, on the PTX machine of the tests: ids, ties, weights, padded rows, pairs by expert."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import torch
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_front as op
-from vllm.model_executor.models.kimi_k3_fast.ops.moe_front.topk import ASKERS
 from vllm.model_executor.models.kimi_k3_fast.ops.moe_front.torch_form import route
 
 
@@ -21,10 +19,8 @@ from vllm.model_executor.models.kimi_k3_fast.ops.moe_front.torch_form import rou
         (op.TopkConfig(3, 48, 4, scaling=2.4, grouped=True), 2),  # fewer warps than choices: every expert is a candidate
         (op.TopkConfig(2, 130, 3, renormalise=False, grouped=True), 2),
         (op.TopkConfig(1, 30, 4, grouped=True), 0),
-        (op.TopkConfig(2, 130, 3, ahead=op.Ahead(70, 64, 16)), 1),  # rows that the asking blocks do not divide evenly
-        (op.TopkConfig(3, 48, 4, grouped=True, ahead=op.Ahead(2500, 8, 8)), 3),  # more rows to a block than it has threads
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else f"{value.tokens}x{value.experts}{'+' * bool(value.ahead)}",
+    ids=lambda value: f"{value.tokens}x{value.experts}" if isinstance(value, op.TopkConfig) else f"live{value}",
 )
 def test_the_compiled_choice_is_the_plain_one(config: op.TopkConfig, live: int, ties: bool, shared_store: build.Store) -> None:
     generator = torch.Generator().manual_seed(live)
@@ -48,12 +44,8 @@ def test_the_compiled_choice_is_the_plain_one(config: op.TopkConfig, live: int, 
         "num_active": poisoned(1),
         "arrived": torch.zeros(1, dtype=torch.int32),
     }
-    ahead = config.ahead
-    if ahead:
-        tensors["later"] = torch.zeros(ahead.rows, ahead.columns, dtype=torch.bfloat16)
-    spec, asked = op.topk_spec(config), []
-    blocks = config.tokens + (ASKERS if ahead else 0)
-    bulk_machine.run(spec, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live, prefetched=asked)
+    spec = op.topk_spec(config)
+    bulk_machine.run(spec, {p.name: tensors[p.name] for p in spec.params}, (config.tokens,), seed=live)
     ids, weights = tensors["ids"], tensors["weights"]
     wanted, wanted_weights = route(logits, bias, config.top_k, config.renormalise, config.scaling)
     assert torch.equal(ids[:live].long(), wanted[:live])
@@ -68,6 +60,3 @@ def test_the_compiled_choice_is_the_plain_one(config: op.TopkConfig, live: int, 
         assert tensors["num_active"].item() == active.numel()
         assert tensors["active"][: active.numel()].tolist() == active.tolist()
         assert tensors["arrived"].item() == 0
-    start = min((at for at, _ in asked), default=0)
-    rows = range(ahead.rows if ahead else 0)
-    assert sorted((at - start, size) for at, size in asked) == [(r * ahead.columns * 2, ahead.first * 2) for r in rows]

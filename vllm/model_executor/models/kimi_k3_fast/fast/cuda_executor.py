@@ -263,9 +263,7 @@ class Executor:
         routed = experts.plan(config, arch, compiled=load)
         specs.extend(routed.specs)
         tail = plain(moe_tail, moe_tail.Config(tokens, m.hidden, latent, shared, m.eps))
-        chunk = tail.config.shape.tactic.chunk  # of a ring: what a block of the tail reads first of its rows
-        ahead = moe_front.Ahead(m.hidden, latent, min(chunk, latent)) if chunk else None
-        choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, routed.tactic.grouped, ahead)
+        choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, grouped=routed.tactic.grouped)
         topk = moe_front.topk_plan(choice, arch)
         specs.append(topk.spec)
         sums = {}
@@ -342,8 +340,7 @@ class Executor:
         groups = None
         if ready.topk.config.grouped:
             groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)
-        later = w.up if ready.topk.config.ahead else None
-        moe_front.run_topk(ready.topk, logits, w.bias, step.num_tokens, ids, weights, groups, later)
+        moe_front.run_topk(ready.topk, logits, w.bias, step.num_tokens, ids, weights, groups)
         routing = experts.Routing(ids, weights, step.num_tokens, self.offsets, pairs, self.active, self.num_active)
         scratch = experts.Scratch(self.inner[: t * w.top_k])
         experts.run(ready.experts, w.experts, z, routing, scratch, routed)

@@ -173,19 +173,8 @@ def run(
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Weights that are needed soon: of each of the `rows` rows of a BF16 matrix of `columns` columns, the `first` ones."""
-
-    rows: int
-    columns: int
-    first: int
-
-
-@dataclass(frozen=True)
 class TopkConfig:
-    """Choice of `top_k` of `experts` experts for each of `tokens` tokens. `grouped`: also list the pairs by expert. `ahead`: what
-    the launch asks into L2 beside it.
-    """
+    """Choice of `top_k` of `experts` experts for each of `tokens` tokens. `grouped`: also list the pairs by expert."""
 
     tokens: int
     experts: int = 896
@@ -193,7 +182,6 @@ class TopkConfig:
     renormalise: bool = True
     scaling: float = 1.0
     grouped: bool = False
-    ahead: Ahead | None = None
 
 
 def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
@@ -206,9 +194,6 @@ def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
         )
     if not 1 <= config.tokens <= 64:
         return Refusal(Reason.OP_SHAPE, f"topk: expected 1 to 64 tokens, found {config.tokens}")
-    a = config.ahead
-    if a is not None and not (a.rows >= 1 and a.columns % 8 == 0 and 8 <= a.first <= a.columns and a.first % 8 == 0):
-        return Refusal(Reason.OP_SHAPE, f"topk: expected to ask for whole 16 bytes of rows of whole 16 bytes, found {a}")
     return None
 
 
@@ -228,8 +213,6 @@ def topk_spec(config: TopkConfig) -> KernelSpec:
             Param("num_active", "i32", (1,), OUTPUT, align=4),
             Param("arrived", "i32", (1,), STATE, align=4),
         )
-    if config.ahead is not None:
-        params += (Param("later", "bf16", (config.ahead.rows, config.ahead.columns), STATIC),)
     return KernelSpec("topk", "moe_front", config, f"{__name__}.topk:topk", params)
 
 
@@ -274,26 +257,24 @@ def run_topk(
     ids: torch.Tensor,
     weights: torch.Tensor,
     groups: Groups | None = None,
-    later: torch.Tensor | None = None,
     stream: int | None = None,
 ) -> None:
     """logits [T, E] fp32, bias [E] fp32, num_tokens [1] int32 -> ids [T, k] int32 in order of choice, weights [T, k] fp32;
-    overwritten. Padded rows get id 0 and weight 0 and are in no group. later: the matrix that the plan's `ahead` describes; it is
-    asked into L2 and not read. Raises ValueError where `groups` or `later` is missing, or is there and not planned for.
+    overwritten. Padded rows get id 0 and weight 0 and are in no group. Raises ValueError where `groups` is missing, or is there
+    and not planned for.
     """
-    for name, given, wanted in (("groups", groups, plan.config.grouped), ("later", later, plan.config.ahead is not None)):
-        if wanted != (given is not None):
-            raise ValueError(f"topk: expected {name} {'and found none' if wanted else 'for a plan with it only'}; plan: {plan}.")
+    if plan.config.grouped != (groups is not None):
+        found = "and found none" if groups is None else "for a grouped plan only"
+        raise ValueError(f"topk: expected groups {found}; plan: {plan}.")
     listed = (groups.offsets, groups.pairs, groups.active, groups.num_active, groups.arrived) if groups else ()
-    asked = () if later is None else (later,)
-    get(plan.spec, plan.arch)(bias, logits, num_tokens, ids, weights, *listed, *asked, stream=stream)
+    get(plan.spec, plan.arch)(bias, logits, num_tokens, ids, weights, *listed, stream=stream)
 
 
 def specs() -> list[KernelSpec]:
     """A TP8 rank with all rows of router and down, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 7168, 896, 3584, 768) for t in (1, 64)]
     served[1:] = [replace(served[1], tactic=served[1].shape.tactic), replace(served[1], tactic=LIBRARY)]
-    choices = [topk_spec(TopkConfig(1)), topk_spec(TopkConfig(8, ahead=Ahead(7168, 3584, 512)))] + [
+    choices = [topk_spec(TopkConfig(1))] + [
         topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
     ]
     rings = [replace(c, tactic=ring_tactic(sum(c.rows), (c.columns,), c.tokens, chunk=256)) for c in served[:2]]

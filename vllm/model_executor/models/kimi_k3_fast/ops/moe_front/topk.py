@@ -1,8 +1,4 @@
-"""Device half of the choice of experts: sigmoid scores, the k largest of score + bias, their weights, and pairs by expert.
-
-The choice reads next to nothing, and the experts behind it cannot fetch before they know it: memory is idle for microseconds.
-Where the plan names a matrix that is needed soon, blocks behind the tokens' ask for a part of it into L2 meanwhile.
-"""
+"""Device half of the choice of experts: sigmoid scores, the k largest of score + bias, their weights, and pairs by expert."""
 
 from __future__ import annotations
 
@@ -10,16 +6,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Uint32, Uint64
 from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ptx import prefetch_bytes, sigmoid, warp_max_u32, warp_min_u32
+from ..device.ptx import sigmoid, warp_max_u32, warp_min_u32
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 COUNTERS = 8  # threads that share the count for one candidate
-ASKERS = 32  # blocks that ask for what is ahead
 
 
 @cute.kernel
@@ -30,12 +25,17 @@ def _topk(
     ids: Output,
     weights: Output,
     groups: Any,
-    later: Any,
     config: cutlass.Constexpr,
 ):
-    """One block for a token, one thread for an expert; and ASKERS more blocks if something is ahead."""
+    """One block for a token, one thread for an expert.
+
+    The warps are dealt to k sets. The least of the sets' maxima is a bound that at least k experts reach; those that do (about a
+    fifteenth) are listed, and an expert's place is the number of listed ones before it. The order is total (score, then lower
+    id), so places are distinct and ties settled. The block that finishes last groups all tokens' choices.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    experts = config.experts
+    row, _, _ = cute.arch.block_idx()
+    lane, warp, experts, k = thread % 32, thread // 32, config.experts, config.top_k
     expert = cutlass.min(thread, experts - 1)
     allocator = SmemAllocator()
     scores = allocator.allocate_tensor(Float32, cute.make_layout(experts), byte_alignment=16)
@@ -44,7 +44,6 @@ def _topk(
     chosen = allocator.allocate_tensor(Float32, cute.make_layout(32), byte_alignment=16)
     count = allocator.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
     masks = allocator.allocate_tensor(Uint32, cute.make_layout(2 * experts if config.grouped else 1), byte_alignment=16)
-    memory = (scores, listed, maxima, chosen, count, masks)
     offset = bias.early()[expert]
     if thread == 0:
         count[0] = Int32(0)
@@ -54,47 +53,8 @@ def _topk(
     release_dependents()
 
     token = dependency_wait()
-    tensors = (logits.after(token), num_tokens.after(token), ids.after(token), weights.after(token))
-    listing = tuple(tensor.after(token) for tensor in groups)
-    if cutlass.const_expr(config.ahead is None):
-        _choose(config, offset, tensors, listing, memory)
-    else:
-        block, _, _ = cute.arch.block_idx()
-        if block < config.tokens:
-            _choose(config, offset, tensors, listing, memory)
-        else:
-            _ask(config, later[0].early(), block - config.tokens)
-
-
-@cute.jit
-def _ask(config: cutlass.Constexpr, later: Any, asker: Any):
-    """The first columns of this block's share of the rows into L2. Behind the wait: before it memory is not idle."""
-    thread, _, _ = cute.arch.thread_idx()
-    ahead = config.ahead
-    share = cutlass.const_expr(-(-ahead.rows // ASKERS))
-    threads = cutlass.const_expr(-(-config.experts // 32) * 32)
-    for own in cutlass.range(thread, share, threads, unroll=1):
-        row = asker * share + own
-        start = cute.assume(Int64(row) * ahead.columns, divby=8)
-        prefetch_bytes(later.iterator + start, ahead.first * 2, row < ahead.rows)
-
-
-@cute.jit
-def _choose(config: cutlass.Constexpr, offset: Any, tensors: Any, groups: Any, memory: Any):
-    """The choice of one token.
-
-    The warps are dealt to k sets. The least of the sets' maxima is a bound that at least k experts reach; those that do (about a
-    fifteenth) are listed, and an expert's place is the number of listed ones before it. The order is total (score, then lower
-    id), so places are distinct and ties settled. The block that finishes last groups all tokens' choices.
-    """
-    logits, num_tokens, out_ids, out_weights = tensors
-    scores, listed, maxima, chosen, count, masks = memory
-    thread, _, _ = cute.arch.thread_idx()
-    row, _, _ = cute.arch.block_idx()
-    lane, warp, experts, k = thread % 32, thread // 32, config.experts, config.top_k
-    expert = cutlass.min(thread, experts - 1)
-    live = row < num_tokens[0]
-    score = sigmoid(logits[row, expert])
+    live = row < num_tokens.after(token)[0]
+    score = sigmoid(logits.after(token)[row, expert])
     key = sortable(score + offset)
     if thread >= experts:
         key = Uint32(0)
@@ -116,6 +76,7 @@ def _choose(config: cutlass.Constexpr, offset: Any, tensors: Any, groups: Any, m
     cute.arch.sync_threads()
 
     candidates = count[0]
+    out_ids = ids.after(token)
     at_once = cutlass.const_expr(-(-experts // 32) * 32 // COUNTERS)
     for first in cutlass.range(0, candidates, at_once, unroll=1):
         candidate = first + thread // COUNTERS
@@ -132,6 +93,7 @@ def _choose(config: cutlass.Constexpr, offset: Any, tensors: Any, groups: Any, m
             chosen[place] = scores[chosen_expert]
     cute.arch.sync_threads()
 
+    out_weights = weights.after(token)
     if warp == 0:
         value = chosen[cutlass.min(lane, k - 1)]
         if lane >= k:
@@ -142,7 +104,7 @@ def _choose(config: cutlass.Constexpr, offset: Any, tensors: Any, groups: Any, m
             out_weights[row, lane] = Float32(select_(live, value * Float32(config.scaling), Float32(0.0)))
 
     if cutlass.const_expr(config.grouped):
-        offsets, pairs, active, num_active, arrived = groups
+        offsets, pairs, active, num_active, arrived = (tensor.after(token) for tensor in groups)
         if thread == at_once * COUNTERS - 1:  # behind the barrier, so this block's ids are written: the count publishes them
             before = cute.arch.atomic_add(arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
             count[1] = Int32(before == config.tokens - 1)
@@ -151,7 +113,7 @@ def _choose(config: cutlass.Constexpr, offset: Any, tensors: Any, groups: Any, m
             if thread == 0:
                 arrived[0] = Int32(0)  # for the next launch
             buffers = (out_ids, offsets, pairs, active, num_active)
-            group_pairs(config, buffers, num_tokens[0], masks, recast(scores, Int32), maxima)
+            group_pairs(config, buffers, num_tokens.after(token)[0], masks, recast(scores, Int32), maxima)
 
 
 def set_maximum(maxima: Any, lane: Any, warps: int, sets: int) -> Any:
@@ -250,13 +212,12 @@ def sortable(value: Any) -> Any:
 
 
 def topk(
-    config: Any, bias: Static, logits: Dynamic, num_tokens: Dynamic, ids: Output, weights: Output, *groups_later_and_stream: Any
+    config: Any, bias: Static, logits: Dynamic, num_tokens: Dynamic, ids: Output, weights: Output, *groups_and_stream: Any
 ) -> None:
-    *rest, stream = groups_later_and_stream
-    listed = 5 if config.grouped else 0
+    *groups, stream = groups_and_stream
     threads = -(-config.experts // 32) * 32
-    _topk(bias, logits, num_tokens, ids, weights, tuple(rest[:listed]), tuple(rest[listed:]), config).launch(
-        grid=[config.tokens + (ASKERS if config.ahead else 0), 1, 1],
+    _topk(bias, logits, num_tokens, ids, weights, tuple(groups), config).launch(
+        grid=[config.tokens, 1, 1],
         block=[threads, 1, 1],
         min_blocks_per_mp=1,
         preferred_smem_carveout=100,
