@@ -58,7 +58,8 @@ class Reason(enum.Enum):
     UNVALIDATED = Explained(
         "unvalidated",
         Level.DEPLOYMENT,
-        "The fast path was compiled and checked for this device but never run there.",
+        "The fast path was compiled and checked for this device, but the recorded runs do not carry it: none, or not all that a "
+        "deployment needs (docs/support.md says which).",
         "Set `allow_unvalidated` to take it all the same, and hand in the evidence.",
     )
     DTYPE = Explained(

@@ -72,7 +72,7 @@ def device(d: Deployment, settings: Settings) -> Refusal | None:
             return None
         return Refusal(
             Reason.UNVALIDATED,
-            f"there is evidence for {', '.join(RUN_ON)}, none recorded for the executor on {d.device_arch}; "
+            f"there is evidence for {', '.join(RUN_ON)}, not enough of it for {d.device_arch} (see docs/support.md); "
             "`allow_unvalidated` takes it all the same",
         )
     return Refusal(Reason.OP_ARCH, f"expected one of {', '.join(RUN_ON + COMPILED_FOR)}, found {d.device_arch}")
