@@ -1,6 +1,8 @@
 """The CPU operators under the address and undefined-behaviour sanitizers, shapes and indices drawn at random, a minute each.
 
-    python benchmarks/cpu_fuzz.py --out benchmarks/results/cpu_fuzz.json [--seconds 60] [--seed 1]
+    python benchmarks/cpu_fuzz.py --out benchmarks/results/cpu_fuzz.json [--seconds 300] [--seed 1]
+
+The operators of a group take turns: five minutes for a group are a minute for each of the five that the largest has.
 
 Every case runs on every instruction set of the machine. A valid one must give finite numbers that agree between them; one with
 a bad index or size must be refused and write nothing; a sanitizer's report ends the run and nothing is recorded. CI plays five
@@ -39,7 +41,7 @@ def play(program: Path, seconds: float, seed: int, group: str) -> dict[str, dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=60, help="for each group of operators")
+    parser.add_argument("--seconds", type=float, default=300, help="for each group of operators")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     compiler = os.environ.get("CXX", "g++").split()

@@ -112,7 +112,7 @@ def serve(spec: Spec, pipe: Any) -> None:
     os.dup2(out, 2)
     os.environ.update(spec.environment)
     paths = [p for p in spec.path if p not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.extend(p for p in paths if p not in sys.path)
     engine: Engine | None = None
     while True:

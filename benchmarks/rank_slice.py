@@ -142,11 +142,6 @@ def weight_bytes(full_tp: int, layers: int) -> int:
     return ends + (layers - mla) * part["kda"] + mla * part["mla"] + part["dense"] + (layers - 1) * moe
 
 
-def kept_bytes(full_tp: int, layers: int) -> int:
-    """Bytes that the fork keeps on one GPU beside stock's weights: the routed experts in the checkpoint's layout."""
-    return (layers - 1) * EXPERTS * expert_bytes(full_tp, padded=True)
-
-
 def token_bytes(layers: int) -> int:
     """Cache bytes of one token on one GPU: one row of latent and rope for each MLA layer, the same on every rank."""
     return (layers // 4) * 2 * (KV_RANK + ROPE)
@@ -169,15 +164,16 @@ def floor_bytes(full_tp: int, layers: int, batch: int, context: int) -> int:
 def cache_bytes(full_tp: int, layers: int, total: int, engines: int = 2, overhead: int = 8 << 30) -> int:
     """Cache bytes for each of `engines` (stock's and the fork's, or the fork's alone) that share a GPU of `total` bytes.
 
-    overhead: CUDA context, activations of a prefill chunk and graphs of one engine. Raises ValueError where nothing is left.
+    overhead: CUDA context, activations of a prefill chunk and graphs of one engine. The fork reads stock's weights in place; a
+    GPU on which it copies the experts has less. Raises ValueError where nothing is left.
     """
-    weights, kept = weight_bytes(full_tp, layers), kept_bytes(full_tp, layers)
-    left = (int(total * 0.97) - kept) // engines - weights - overhead
+    weights = weight_bytes(full_tp, layers)
+    left = int(total * 0.97) // engines - weights - overhead
     if left < 1 << 30:
         raise ValueError(
             f"expected room for {engines} engines of {layers} layers of TP{full_tp} in {total / 2**30:.0f} GiB: the weights take "
-            f"{weights / 2**30:.1f} GiB in each, the fork's copy of the experts {kept / 2**30:.1f} GiB, {left / 2**30:.1f} GiB "
-            "is left for each cache. Take fewer layers, or one engine for both."
+            f"{weights / 2**30:.1f} GiB in each, {left / 2**30:.1f} GiB is left for each cache. Take fewer layers, or one engine "
+            "for both."
         )
     return left
 

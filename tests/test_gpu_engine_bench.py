@@ -49,8 +49,6 @@ def test_weight_bytes_are_those_of_the_checkpoint(full_tp: int, layers: int) -> 
     stored = sum(math.prod(shape) * size[dtype] for _, shape, dtype in released_tensors(c))
     padding = (layers - 1) * 896 * (rank_slice.expert_bytes(full_tp, padded=True) - rank_slice.expert_bytes(full_tp))
     assert 0 <= rank_slice.weight_bytes(full_tp, layers) - padding - stored < 0.01 * stored
-    kept = sum(math.prod(shape) for name, shape, _ in released_tensors(c) if ".experts." in name) + padding
-    assert rank_slice.kept_bytes(full_tp, layers) == kept
 
 
 def test_floor_of_a_layer() -> None:
@@ -64,11 +62,11 @@ def test_floor_of_a_layer() -> None:
 
 
 def test_cache_is_what_the_weights_leave() -> None:
-    two = rank_slice.cache_bytes(8, 18, H200)
-    assert two == pytest.approx(9.2e9, rel=0.05)
+    two = rank_slice.cache_bytes(8, 24, H200)
+    assert two == pytest.approx(12.6e9, rel=0.05)
     assert rank_slice.cache_bytes(8, 24, H200, engines=1) > 4 * two
     with pytest.raises(ValueError, match="one engine"):
-        rank_slice.cache_bytes(8, 24, H200)
+        rank_slice.cache_bytes(8, 30, H200)
 
 
 def test_weights_are_the_checkpoint_and_the_same_every_time() -> None:

@@ -71,7 +71,7 @@ def compile_kernels(wanted: Iterable[tuple[int, Sequence[int], bool]]) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """What a process needs to know the plug-ins: the weights', the fork's, and the tests' own."""
-    path = [*filter(None, [os.environ.get("PYTHONPATH")]), *rank_slice.entry_points(folder), str(Path(__file__).parent)]
+    path = [*rank_slice.entry_points(folder), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     info = folder / "k3_sabotage-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: k3-sabotage\nVersion: 0\n")
