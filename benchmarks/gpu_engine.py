@@ -18,9 +18,9 @@ fit into the caches or into `--deadline` are listed with the reason. The JSON is
 `--check` compares greedy tokens; `--trace` adds launches and GPU times of each point from the profiler.
 
 Memory of one GPU, TP8 slice: an expert is 2.19 MB, so a MoE layer is 1.97 GB of experts and 0.24 GB beside them. Of a card of 151
-GB two engines of 24 layers take 52 GB each. `--engines 1` starts in half the time: a single engine that holds stock's decode graphs
-beside the fast ones (`twin_graphs.py`) and is switched between turns. Both arms then read the same weights, caches and requests;
-stock's steps also pass through the fork's watching lines on the host.
+GB two engines of 24 layers take 52 GB each. `--engines 1` starts in half the time: a single engine that holds stock's decode
+graphs beside the fast ones (`twin_graphs.py`) and is switched between turns. Both arms then read the same weights, caches and
+requests; stock's steps also pass through the fork's watching lines on the host.
 """
 
 from __future__ import annotations
