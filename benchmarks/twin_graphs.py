@@ -32,29 +32,36 @@ def fast_of(worker: Any) -> Any:
 
 def make(worker: Any) -> int:
     """Capture stock's graphs; the fast ones stay in force. The number of graphs of each set. A collective of all ranks."""
-    from vllm.v1.worker.workspace import current_workspace_manager
-
     from vllm.model_executor.models.kimi_k3_fast import guard
-    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
     from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 
-    fast, runner = fast_of(worker), runner_of(worker)
-    manager = getattr(runner, "cudagraph_manager", None)
+    fast_of(worker)
+    manager = getattr(runner_of(worker), "cudagraph_manager", None)
     worker.k3_mode = guard.current().policy.mode
     if manager is None or not manager.graphs:
         worker.k3_twins = None
         return 0
     theirs = (None, (Refusal(Reason.MODE_OFF, WHY),))
     plans = dict(guard.current()._plans)
-    workspace = current_workspace_manager()
-    held = list(workspace._current_workspaces)
-    workspace.unlock()  # stock's decode steps may want a buffer that none before them has made; `capture_model` locks again
-    stock = cuda_shadow.stock_graphs(manager, fast, runner.capture_model)
-    if any(new is not old for new, old in zip(workspace._current_workspaces, held, strict=True)):
-        raise RuntimeError("expected stock's scratch to stay where captured graphs read it, found it moved: profile more tokens")
+    stock = captured(worker)
     twins = {"fast": (manager.graphs, plans), "stock": (stock, dict.fromkeys(plans, theirs))}
     worker.k3_twins = twins
     return len(stock)
+
+
+def captured(worker: Any, choices: Any = None) -> dict[Any, Any]:
+    """Stock's graphs, captured now; behind the fast side's experts where `choices` are given (`cuda_choices.Choices`)."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
+
+    runner, workspace = runner_of(worker), current_workspace_manager()
+    held = list(workspace._current_workspaces)
+    workspace.unlock()  # stock's decode steps may want a buffer that none before them has made; `capture_model` locks again
+    stock = cuda_shadow.stock_graphs(runner.cudagraph_manager, fast_of(worker), runner.capture_model, choices)
+    if any(new is not old for new, old in zip(workspace._current_workspaces, held, strict=True)):
+        raise RuntimeError("expected stock's scratch to stay where captured graphs read it, found it moved: profile more tokens")
+    return stock
 
 
 def take(worker: Any, path: str) -> None:

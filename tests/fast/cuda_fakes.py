@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor, views
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches, StepTensors
@@ -236,11 +237,25 @@ def _moe(w: dict[str, torch.Tensor], i: int, mine: Callable, packs: bool) -> tup
             gate_up_proj=_linear(torch.cat([mine(w[f"{i}.s_gate"]), mine(w[f"{i}.s_up"])])),
             down_proj=_linear(mine(w[f"{i}.s_down"], 1)),
         ),
-        experts=Module(routed_experts=routed),
+        experts=Module(routed_experts=routed, router=Router(w[f"{i}.bias"])),
         moe_renormalize=True,
         routed_scaling_factor=1.5,
     )
     return moe, kept
+
+
+class Router(BaseRouter):
+    """Stock's router but for its kernel."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        super().__init__(TOP_K, EXPERTS)
+        self.bias = bias
+
+    routing_method_type = None  # type: ignore[assignment]
+
+    def _compute_routing(self, hidden: Any, logits: Any, indices_type: Any, *, input_ids: Any = None) -> Any:
+        ids, shares = front_form.route(logits, self.bias, TOP_K, True, 1.5)
+        return shares, ids.to(torch.int32 if indices_type is None else indices_type)
 
 
 def caches(dtype: torch.dtype = BF16, rank: int = 0, world: int = 1) -> Caches:

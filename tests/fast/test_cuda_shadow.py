@@ -1,18 +1,24 @@
-"""Checked graphs on the CPU: the caches of two kinds of layers in one pool, and functions in the place of graphs."""
+"""Checked graphs on the CPU: the caches of two kinds of layers in one pool, and functions in the place of graphs; and the small
+K3 of `cuda_fakes`, whose standard side is the same chain with the experts that stock's routers say."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
+import cuda_fakes
 import pytest
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
-from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches
+from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches, Executor
+from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import Moe, view_model
 from vllm.model_executor.models.kimi_k3_fast.guard import GraphKey, Guard, Policy
+from vllm.model_executor.models.kimi_k3_fast.ops import moe_front
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 
 SLOTS, BLOCK, PAGE = 6, 16, 8192  # bytes of a page: a state [2, 16, 16] fp32 and a conv state [3, 64] bf16, or 16 latent rows
@@ -181,3 +187,232 @@ def test_only_graphs_with_a_plan_are_put_under_watch(monkeypatch: pytest.MonkeyP
     capture = lambda: manager.graphs.update({six: stock, eight: stock})  # noqa: E731
     cuda_shadow.watch(manager, path, capture, torch.zeros(8, dtype=torch.bool))
     assert isinstance(manager.graphs[six], cuda_shadow.Checked) and manager.graphs[eight] is fast
+
+
+# -- behind one choice of experts ----------------------------------------
+
+SLOTS_OF_ROWS, TIED = [3, 1, 0, -1], 1  # two real rows; the layer in which two experts tie
+Disturb = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Sides:
+    """One rank's fast and stock graph of four rows over the same caches, and what a test does to the fast side's ids.
+
+    `reduced`: the shapes that this rank summed with the others, in order. As in a captured graph, stock's chain calls what its
+    routers held when it was captured.
+    """
+
+    def __init__(self, rank: int = 0, reduce: Callable | None = None, **every: int) -> None:
+        self.reduced: list[tuple[int, ...]] = []
+        world = 1 if reduce is None else 2
+
+        def summed(x: torch.Tensor) -> torch.Tensor:
+            assert reduce is not None
+            self.reduced.append(tuple(x.shape))
+            return reduce(x)
+
+        model, kept = cuda_fakes.stock(cuda_fakes.weights(), rank, world, summed if reduce else lambda x: x)
+        bound, view = cuda_fakes.caches(cuda_fakes.BF16, rank, world), view_model(model, kept)
+        made = (Executor(view, lambda: bound, {"layers.2": 2}, "sm_90a", world, summed, None, "cpu") for _ in "12")
+        self.fast, self.stock = made
+        for executor in (self.fast, self.stock):
+            executor.prepare([4])
+        self.moe = {layer.index: layer.mlp for layer in view.layers if isinstance(layer.mlp, Moe)}
+        self.step, self.embedded = cuda_fakes.step_tensors(SLOTS_OF_ROWS, 63), model.embed_input_ids(torch.arange(4))
+        self.hidden = torch.zeros(8, cuda_fakes.D, dtype=cuda_fakes.BF16)
+        self.guard = Guard(Policy(policy="report", **every))
+        self.guard.planned(GraphKey("full", 4, 4, True), "decode/4/cute")
+        self.disturb: dict[int, Disturb] = {}
+        self.captured: dict[int, Callable] = {}
+        self.manager = SimpleNamespace(
+            graphs={Descriptor(4): self._graph(self.fast)}, _capture_descs={}, hidden_states=self.hidden
+        )
+
+    def _graph(self, executor: Executor) -> Any:
+        return SimpleNamespace(replay=lambda: self.hidden[:4].copy_(executor.run(4, self.embedded, self.step)))
+
+    def capture(self) -> None:
+        self.captured = {w.bias.data_ptr(): w.stock_router._compute_routing for w in self.moe.values()}
+        self.manager.graphs[Descriptor(4)] = self._graph(self.stock)
+        self.manager.graphs[Descriptor(4)].replay()  # the warm-up
+
+    def watch(self) -> None:
+        path: Any = SimpleNamespace(guard=self.guard, executor=self.fast, stage=None, staged=None)
+        before = {name: [t.clone() for t in kept.values()] for name, kept in vars(self.fast.caches).items()}
+        cuda_shadow.watch(self.manager, path, self.capture, torch.tensor([False] * 2 + [True] * 6))
+        for name, kept in vars(self.fast.caches).items():
+            for tensor, old in zip(kept.values(), before[name], strict=True):
+                tensor.copy_(old)
+
+    def choose(self, launch: Callable, plan: Any, logits: torch.Tensor, bias: torch.Tensor, *rest: torch.Tensor) -> None:
+        """In the place of the top-k kernel, on both sides."""
+        ids, weights = rest[1:3]
+        if any(ids.data_ptr() == held.data_ptr() for held in self.stock.ids.values()):
+            router = next(w.stock_router for w in self.moe.values() if w.bias.data_ptr() == bias.data_ptr())
+            with mock.patch.object(router, "_compute_routing", self.captured[bias.data_ptr()]):
+                shares, chosen = router.select_experts(logits, logits)
+            ids.copy_(chosen), weights.copy_(shares)
+            return
+        layer = next(i for i, w in self.moe.items() if w.bias.data_ptr() == bias.data_ptr())
+        shift = torch.zeros_like(bias)
+        if layer in self.disturb:
+            self.disturb[layer](logits, shift)
+        launch(plan, logits, bias + shift, *rest)
+
+    def tie(self) -> None:
+        """Let the second and third expert of row 0 be 1e-4 apart in layer TIED, on both sides."""
+        w, seen = self.moe[TIED], []
+        self.disturb[TIED] = lambda logits, shift: seen.append(logits.clone())
+        kept = [t.clone() for held in vars(self.fast.caches).values() for t in held.values()]
+        self._graph(self.fast).replay()
+        for tensor, old in zip((t for held in vars(self.fast.caches).values() for t in held.values()), kept, strict=True):
+            tensor.copy_(old)
+        best = (torch.sigmoid(seen[0][0]) + w.bias).sort(descending=True)
+        self.third = int(best.indices[2])
+        w.bias[self.third] += best.values[1] - best.values[2] - 1e-4
+        self.disturb = {TIED: self.lift(2e-4)}
+
+    def lift(self, by: float) -> Disturb:
+        """The fast side sees that expert's score higher: by a rounding, or by a fault."""
+        return lambda logits, shift: shift.index_fill_(0, torch.tensor(self.third), by)
+
+    def chosen(self, executor: Executor) -> set[int]:
+        """By row 0 in layer TIED."""
+        return set(executor.ids[id(self.moe[TIED])][0].tolist())
+
+    def replay(self) -> dict[str, int]:
+        self.manager.graphs[Descriptor(4)].replay()
+        return found(self.guard)
+
+
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sides]:
+    """Makes the two sides of a rank, with a tie; any number of ranks."""
+    cuda_fakes.replace_kernels(monkeypatch)
+    launch, made = moe_front.run_topk, []
+
+    def topk(plan: Any, logits: torch.Tensor, bias: torch.Tensor, *rest: Any, **more: Any) -> None:
+        owner = next(s for s in made if any(w.bias.data_ptr() == bias.data_ptr() for w in s.moe.values()))
+        owner.choose(launch, plan, logits, bias, *rest)
+
+    def make(*args: Any, **every: int) -> Sides:
+        both = Sides(*args, **(every or {"shadow_every": 1}))
+        made.append(both)
+        both.tie()
+        return both
+
+    monkeypatch.setattr(moe_front, "run_topk", topk)
+    return make
+
+
+def test_a_near_tie_that_falls_either_way_is_no_deviation(sides: Callable[..., Sides]) -> None:
+    both = sides()
+    both.watch()
+    assert both.replay() == {}
+    assert both.third in both.chosen(both.fast) and both.chosen(both.fast) == both.chosen(both.stock)
+    assert 0 < both.guard.report()["gauges"]["shadow_worst_ratio"] < 1
+    judged = both.manager.graphs[Descriptor(4)].watch.choices.judged(torch.tensor([True, True, False, False]))
+    lower, own = (scores[f"layers.{TIED}.choice"][0, 1] for scores in judged)
+    assert own - lower == pytest.approx(1e-4, rel=0.2), "what stock would have taken itself is still known"
+
+
+def test_that_tie_is_a_deviation_where_each_side_takes_its_own(sides: Callable[..., Sides], monkeypatch: Any) -> None:
+    """Or the test above would show nothing. Nothing is nudged, so that no bar is raised by ties that the nudge decides."""
+    monkeypatch.setattr(cuda_shadow, "_nudge", lambda raw: None)
+    for impose in (True, False):
+        both = sides()
+        if not impose:
+            monkeypatch.setattr(cuda_shadow, "Choices", lambda *model: None)
+        both.watch()
+        assert set(both.replay()) == (set() if impose else {"shadow_logits", "shadow_state"})
+        assert (both.chosen(both.fast) == both.chosen(both.stock)) is impose
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda both: both.disturb.update({2: both.lift(20.0)}),
+        lambda both: both.disturb.update({2: lambda logits, shift: shift.sub_(2 * both.moe[2].bias)}),
+    ],
+    ids=["one expert always", "the bias subtracted"],
+)
+def test_a_wrong_choice_is_found_behind_the_imposition(sides: Callable[..., Sides], wrong: Callable[[Sides], None]) -> None:
+    both = sides()
+    both.watch()
+    wrong(both)
+    assert both.replay() == {"shadow_choice": 1}, "stock takes the same experts: nothing else deviates"
+    last = both.guard.report()["violations"]["last"][-1]["where"]
+    assert last["tensor"] == "layers.2.choice" and last["plan_key"] == "decode/4/cute"
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [3, 8], [-1, 3], [2**30, 2**30 + 1]], ids=str)
+def test_what_is_no_set_of_experts_is_not_imposed_and_is_found(sides: Callable[..., Sides], ids: list[int]) -> None:
+    """Stock would read beyond its weights; twice the same expert could tie with itself."""
+    both = sides()
+    both.watch()
+    fast = both.manager.graphs[Descriptor(4)].fast
+    both.manager.graphs[Descriptor(4)].fast = SimpleNamespace(
+        replay=lambda: (fast.replay(), both.fast.ids[id(both.moe[3])][1].copy_(torch.tensor(ids)))
+    )
+    assert both.replay() == {"shadow_choice": 1}
+    where = both.guard.report()["violations"]["last"][-1]["where"]
+    assert (where["tensor"], where["row"]) == ("layers.3.choice", 1)
+    theirs = both.stock.ids[id(both.moe[3])][1]
+    assert theirs.min() >= 0 and theirs.max() < cuda_fakes.EXPERTS and len(set(theirs.tolist())) == 2
+
+
+def test_stocks_routers_are_as_before(sides: Callable[..., Sides]) -> None:
+    both = sides()
+    routers = [w.stock_router for w in both.moe.values()]
+    before = [dict(vars(router)) for router in routers]
+    both.watch()
+    assert [vars(router) for router in routers] == before
+    both.manager.graphs = {}
+
+    def fails() -> None:
+        assert all("_compute_routing" in vars(router) for router in routers)
+        raise RuntimeError("out of memory")
+
+    path: Any = SimpleNamespace(guard=both.guard, executor=both.fast, stage=None, staged=None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda_shadow.watch(both.manager, path, fails, torch.zeros(8, dtype=torch.bool))
+    assert [vars(router) for router in routers] == before
+
+
+def test_audit_alone_leaves_stock_its_own_choice(sides: Callable[..., Sides]) -> None:
+    both = sides(audit_every=1)
+    both.watch()
+    assert both.replay() == {}
+    assert both.third in both.chosen(both.fast) - both.chosen(both.stock)
+
+
+def test_experts_chosen_without_a_router_are_named(sides: Callable[..., Sides]) -> None:
+    both = sides()
+    both.capture = lambda: both.manager.graphs.update({Descriptor(4): "stock's"})  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"found 3 that did not \(layers.1.choice\)"):
+        both.watch()
+
+
+def test_ranks_meet_in_the_same_order_with_and_without_an_imposed_choice(sides: Callable[..., Sides]) -> None:
+    runs = []
+    for every in ({"audit_every": 1}, {"shadow_every": 1}):
+        meeting = cuda_fakes.Meeting(2)
+        ranks: list[Any] = [None, None]
+
+        def rank(r: int, meeting: Any = meeting, every: Any = every, ranks: Any = ranks) -> None:
+            both = ranks[r] = sides(r, meeting.reduce(r), **every)
+            both.watch()
+            both.reduced.clear()
+            both.replay()
+
+        threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found(both.guard) for both in ranks] == [{}, {}]
+        runs.append([both.reduced for both in ranks])
+    audit, shadow = runs
+    once = len(audit[0]) // 2  # the fast chain's sums, then as many of the standard side's
+    assert audit[0] == audit[1] and shadow[0] == shadow[1]
+    assert audit[0][:once] == audit[0][once:] and shadow[0] == 3 * audit[0][:once]

@@ -118,6 +118,7 @@ class Executor:
         self.scales = torch.ones(2, device=self.device)
         moe = [layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)]
         self.tail_norm = {id(w): self._shared_norm(w.norm) for w in moe}
+        self.ids: dict[int, torch.Tensor] = {}
         if moe:
             self._moe_buffers(moe)
         self.cost.bytes += m.prepared.bytes
@@ -141,7 +142,8 @@ class Executor:
         self.logits, self.z = torch.zeros(ROWS, chosen, device=self.device), self._zeros("bf16", ROWS, latent)
         self.routed, self.shared = self._zeros("bf16", ROWS, latent), self._zeros("bf16", ROWS, shared)
         self.inner = self._zeros("bf16", pairs, width)
-        self.ids, self.weights = whole(ROWS, first.top_k), torch.zeros(ROWS, first.top_k, device=self.device)
+        self.ids = {id(w): whole(ROWS, w.top_k) for w in moe}  # of each layer: what a step chose is read when it is over
+        self.weights = torch.zeros(ROWS, first.top_k, device=self.device)
         self.offsets, self.pairs, self.active = whole(chosen + 1), whole(pairs), whole(chosen)
         self.num_active, self.arrived = whole(1), whole(1)
 
@@ -336,7 +338,7 @@ class Executor:
         t = ready.tokens
         logits, z, shared, routed, delta = (b[:t] for b in (self.logits, self.z, self.shared, self.routed, self.delta))
         moe_front.run(ready.front, mixed, w.router, w.down, w.gate_up, logits, z, shared, ready.scratch)
-        pairs, ids, weights = self.pairs[: t * w.top_k], self.ids[:t], self.weights[:t]
+        pairs, ids, weights = self.pairs[: t * w.top_k], self.ids[id(w)][:t], self.weights[:t]
         groups = None
         if ready.topk.config.grouped:
             groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)

@@ -5,22 +5,26 @@ same weights, caches and input buffers; that takes the memory and the seconds of
 the caches, runs the fast graph, puts the caches back and runs stock's.
 
 audit: a state slot or cache row that the fast graph changed and stock's did not is written outside the step's write-set.
-shadow: hidden states of the real rows, and every state and row that stock wrote, are compared by relative distance. The bar is
-what stock itself moves by when all its caches are changed by one BF16 rounding, and a multiple of it: choices of nearly equal
-experts may fall either way. The shadowed step's result is then stock's. Whole caches are copied: for tests and for hunting a
-fault, on servers with small ones.
+shadow: stock runs behind the fast side's choice of experts (see `cuda_choices`). Hidden states of the real rows, and every state
+and row that stock wrote, are compared by relative distance; the bar is what stock itself moves by behind the same choices when
+all its caches are changed by one BF16 rounding, and a multiple of it. The choices are compared as on CPUs, by stock's scores of
+the experts that it was made to take and of those it would have taken. The shadowed step's result is then stock's, behind these
+experts. Whole caches are copied: for tests and for hunting a fault, on servers with small ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..guard import Guard
+from ..guard.shadow import compare
 from ..reasons import Reason
+from .cuda_choices import Choices, Judged
 from .cuda_executor import Caches
 from .cuda_path import CudaPath
 
@@ -29,15 +33,17 @@ LEAST, MOST = TIMES * 2.0**-8, 0.7  # of the bar: BF16's own rounding; unrelated
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def stock_graphs(manager: Any, fast: CudaPath, capture: Callable[[], Any]) -> dict[Any, Any]:
-    """Stock's FULL graphs by vLLM's descriptor; those in `manager` stay. capture: fills an empty manager, on every rank."""
+def stock_graphs(manager: Any, fast: CudaPath, capture: Callable[[], Any], choices: Choices | None = None) -> dict[Any, Any]:
+    """Stock's FULL graphs by vLLM's descriptor; those in `manager` stay. capture: fills an empty manager, on every rank. choices:
+    imposed on the graphs; None: they choose for themselves."""
     kept, wanted, stage = manager.graphs, dict(manager._capture_descs), fast.stage
     for mode in wanted:
         if mode.name != "FULL":
             del manager._capture_descs[mode]  # they run stock's code already
     manager.graphs, fast.stage, fast.staged = {}, lambda *batch: None, None  # type: ignore[method-assign]
     try:
-        capture()
+        with nullcontext() if choices is None else choices.imposed():
+            capture()
         return manager.graphs
     finally:
         manager.graphs, manager._capture_descs, fast.stage = kept, wanted, stage  # type: ignore[method-assign]
@@ -45,16 +51,20 @@ def stock_graphs(manager: Any, fast: CudaPath, capture: Callable[[], Any]) -> di
 
 def watch(manager: Any, fast: CudaPath, capture: Callable[[], Any], padding: torch.Tensor) -> Watch | None:
     """Put graphs that check themselves in the place of the fast ones, if the settings ask for it. padding: [tokens] bool, vLLM's
-    own word of which rows of the current step are none. Raises ValueError where the copies of the caches would not fit."""
+    own word of which rows of the current step are none. Raises ValueError where the copies of the caches would not fit, or where
+    stock chooses experts in a place where nothing can be imposed."""
     policy = fast.guard.policy
     if not (policy.audit_every or policy.shadow_every) or fast.executor is None:
         return None
     _check_room(_memory(fast.executor.caches), copies=4 if policy.shadow_every else 3)
-    made = Watch(fast.guard, fast.executor.caches, lambda: manager.hidden_states, padding)
+    choices = Choices(fast.executor.model, fast.executor.ids) if policy.shadow_every else None
+    made = Watch(fast.guard, fast.executor.caches, lambda: manager.hidden_states, padding, choices)
     plans = {graph.padded_tokens: plan for graph, plan in fast.guard.planned_graphs.items()}
-    for desc, graph in stock_graphs(manager, fast, capture).items():
-        if desc.num_tokens in plans:
-            manager.graphs[desc] = Checked(made, desc.num_tokens, plans[desc.num_tokens], manager.graphs[desc], graph)
+    found = {desc: graph for desc, graph in stock_graphs(manager, fast, capture, choices).items() if desc.num_tokens in plans}
+    if found and choices is not None:
+        choices.check_reached()
+    for desc, graph in found.items():
+        manager.graphs[desc] = Checked(made, desc.num_tokens, plans[desc.num_tokens], manager.graphs[desc], graph)
     return made
 
 
@@ -74,10 +84,18 @@ class Checked:
 
 
 class Watch:
-    """The checks of one rank's decode graphs. hidden: the runner's output buffer [tokens, D]."""
+    """The checks of one rank's decode graphs. hidden: the runner's output buffer [tokens, D]. choices: that stock's graphs were
+    captured behind; None: behind their own, which the audit does not mind."""
 
-    def __init__(self, guard: Guard, caches: Caches, hidden: Callable[[], torch.Tensor], padding: torch.Tensor) -> None:
-        self.guard, self.caches, self.hidden, self.padding = guard, caches, hidden, padding
+    def __init__(
+        self,
+        guard: Guard,
+        caches: Caches,
+        hidden: Callable[[], torch.Tensor],
+        padding: torch.Tensor,
+        choices: Choices | None = None,
+    ) -> None:
+        self.guard, self.caches, self.hidden, self.padding, self.choices = guard, caches, hidden, padding, choices
         self.replays = 0
 
     def due(self, graph: Checked) -> bool:
@@ -106,9 +124,12 @@ class Watch:
         def copied(hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
             return hidden, [raw.clone() for raw in memory]
 
+        def judged() -> Judged:
+            return self.choices.judged(rows) if shadow and self.choices is not None else ({}, {})
+
         fast = copied(run(graph.fast.replay))
-        nudged = copied(run(graph.stock.replay, nudge=True)) if shadow else None
-        stock = run(graph.stock.replay), memory
+        nudged = (*copied(run(graph.stock.replay, nudge=True)), judged()) if shadow else None
+        stock = run(graph.stock.replay), memory, judged()
         if audit:
             self._audit(graph, memory, before, fast[1], stock[1])
         if nudged is not None:
@@ -131,7 +152,9 @@ class Watch:
     def _shadow(self, graph: Checked, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any) -> None:
         self.guard.count("shadow_steps")
         sides = [side[0][rows] for side in (fast, stock, nudged)]
-        worst = self._judge(graph, "hidden", Reason.SHADOW_LOGITS, *sides)
+        worst = max(
+            self._judge(graph, "hidden", Reason.SHADOW_LOGITS, *sides), self._judge_choices(graph, sides, stock[2], nudged[2])
+        )
         for name, tensor, whole in self._views():
             wrote = _own(_seen(memory, before, tensor), _seen(memory, stock[1], tensor), whole)
             if wrote.any():
@@ -151,6 +174,22 @@ class Watch:
             where = {"plan_key": graph.plan, "tensor": name, "row": row}
             self.guard.violation(reason, where, f"{name}: relative distance {float(found[row]):.3g}, bar {bar:.3g}")
         return ratio
+
+    def _judge_choices(self, graph: Checked, hidden: list[torch.Tensor], stock: Judged, nudged: Judged) -> float:
+        """The same for the choices of experts, by the guard's own judgement. It takes the step's dtype from all that it is shown,
+        and scores are fp32 in a BF16 step: the hidden states go along, judged above."""
+        if self.choices is None:
+            return 0.0
+        scores = zip(hidden, (stock[0], stock[1], nudged[1]), strict=True)
+        fast, standard, moved = ({"hidden": states, **found} for states, found in scores)
+        found = [d for d in compare(fast, standard, self.choices.depth, moved) if d.name != "hidden"]
+        for d in found:
+            if not d.within:
+                where = {"plan_key": graph.plan, "tensor": d.name, "row": d.row}
+                self.guard.violation(
+                    Reason.SHADOW_CHOICE, where, f"{d.name}: relative distance {d.distance:.3g}, bar {d.bar:.3g}"
+                )
+        return max((d.distance / d.bar for d in found), default=0.0)
 
     def _views(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name, tensor, whether a slot is written as a whole) of every cache that a step writes."""

@@ -71,7 +71,8 @@ class Mla:
 
 @dataclass(frozen=True)
 class Moe:
-    """router [E, D], down [L, D], gate_up [2 S, D], up [D, L], shared_down [D, S], norm [L]: bf16; bias [E] fp32."""
+    """router [E, D], down [L, D], gate_up [2 S, D], up [D, L], shared_down [D, S], norm [L]: bf16; bias [E] fp32. stock_router:
+    stock's object that chooses experts from logits, for the shadow check."""
 
     router: torch.Tensor
     bias: torch.Tensor
@@ -84,6 +85,7 @@ class Moe:
     top_k: int
     renormalise: bool
     scaling: float
+    stock_router: Any = None
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,7 @@ def _moe(where: str, moe: Any, hidden: int, eps: float, kept: KeptExperts) -> Mo
         top_k=moe.experts.routed_experts.top_k,
         renormalise=moe.moe_renormalize,
         scaling=moe.routed_scaling_factor,
+        stock_router=moe.experts.router,
     )
 
 

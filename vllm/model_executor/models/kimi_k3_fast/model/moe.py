@@ -42,10 +42,15 @@ def route(
     score = torch.sigmoid(logits)
     order = torch.sort(score + bias, dim=-1, descending=True, stable=True).indices
     experts = order[:, :k] if imposed is None else imposed
+    return experts, shares(score, experts, renormalize, scaling)
+
+
+def shares(score: torch.Tensor, experts: torch.Tensor, renormalize: bool, scaling: float) -> torch.Tensor:
+    """Weights [T, k] of the experts int64 [T, k] by their scores without bias [T, E]."""
     weights = score.gather(-1, experts)
     if renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
-    return experts, weights * scaling
+    return weights * scaling
 
 
 def judge(logits: torch.Tensor, bias: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
