@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
+from vllm.model_executor.models.kimi_k3_fast.fast.cuda_choices import Choices
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Caches, Executor
 from vllm.model_executor.models.kimi_k3_fast.fast.cuda_views import Moe, view_model
 from vllm.model_executor.models.kimi_k3_fast.guard import GraphKey, Guard, Policy
@@ -416,3 +417,45 @@ def test_ranks_meet_in_the_same_order_with_and_without_an_imposed_choice(sides: 
     once = len(audit[0]) // 2  # the fast chain's sums, then as many of the standard side's
     assert audit[0] == audit[1] and shadow[0] == shadow[1]
     assert audit[0][:once] == audit[0][once:] and shadow[0] == 3 * audit[0][:once]
+
+
+@pytest.mark.gpu
+def test_a_captured_router_of_stocks_follows_the_ids_in_the_buffer() -> None:
+    """Stock's own router and kernel in a CUDA graph: its own choice imposed gives its own weights, another gives another's."""
+    from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+
+    torch.manual_seed(0)
+    rows, experts, k = 4, 896, 16
+    bias, logits = torch.randn(experts, device="cuda") * 0.01, torch.randn(rows, experts, device="cuda")
+    grouping = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1, "scoring_func": "sigmoid"}
+    router = create_fused_moe_router(
+        k, experts, routed_scaling_factor=2.5, e_score_correction_bias=torch.nn.Parameter(bias), **grouping
+    )
+    ids = torch.zeros(64, k, dtype=torch.int32, device="cuda")
+    mlp = Moe(logits.T, bias, *[logits] * 6, k, True, 2.5, router)  # type: ignore[arg-type]
+    choices = Choices(SimpleNamespace(layers=[SimpleNamespace(index=7, mlp=mlp)]), {id(mlp): ids})  # type: ignore[arg-type]
+    with torch.inference_mode():
+        weights, own = router.select_experts(logits, logits)
+        graph = torch.cuda.CUDAGraph()
+        with choices.imposed():
+            router.select_experts(logits, logits)
+            with torch.cuda.graph(graph):
+                found = router.select_experts(logits, logits)
+        choices.check_reached()
+        best = own.sort(dim=-1)
+        ids[:rows] = best.values
+        ids[1] = 0  # as a padded row
+        graph.replay()
+        assert torch.equal(found[1].sort(dim=-1).values, best.values)
+        torch.testing.assert_close(found[0][0], weights[0].gather(-1, best.indices[0]), rtol=1e-4, atol=0)
+        torch.testing.assert_close(found[0][1], weights[1])
+        others = torch.arange(k, device="cuda", dtype=torch.int32) * 7
+        ids[:rows] = others
+        graph.replay()
+        assert (found[1] == others).all()
+        score = torch.sigmoid(logits)[:, others.long()]
+        torch.testing.assert_close(found[0], 2.5 * score / score.sum(-1, keepdim=True), rtol=1e-4, atol=0)
+        theirs, best_own = choices.judged(torch.tensor([True, True, False, True], device="cuda"))
+    assert theirs["layers.7.choice"].shape == (3, k)
+    assert (theirs["layers.7.choice"].sum(-1) < best_own["layers.7.choice"].sum(-1)).all()
+    assert "_compute_routing" not in vars(router)
