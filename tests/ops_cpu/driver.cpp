@@ -37,7 +37,6 @@ int k3_mla_attend(const void*, const void*, int64_t, int64_t, int64_t, int64_t, 
                   int64_t, float*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t);
 int k3_mla_value(const float*, const void*, int64_t, int64_t, const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 int k3_route(const void*, int64_t, const float*, const float*, int64_t*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t);
-int k3_rows_not_finite(void*);
 int k3_experts(const void*, int64_t, const int64_t*, const float*, const uint8_t*, const uint8_t*, const uint8_t*, const uint8_t*, void*, int64_t, int64_t,
                int64_t, int64_t, int64_t, int64_t, float, float, int64_t, int64_t);
 }
@@ -114,12 +113,6 @@ struct Numbers {
         memcpy(&x, &u, 4);
         return x;
     }
-    void put(int64_t i, float x) {
-        uint32_t u;
-        memcpy(&u, &x, 4);
-        const uint16_t narrow = uint16_t(u >> 16);
-        memcpy(bytes.get() + (type ? 2 : 4) * i, type ? static_cast<const void*>(&narrow) : &u, type ? 2 : 4);
-    }
     Numbers copy() const {
         Numbers made(type, 0);
         made.count = count;
@@ -166,13 +159,6 @@ void everywhere(const char* op, std::vector<Numbers*> outputs, bool bad, Call ca
     }
 }
 
-// What `k3_rows_not_finite` is told, and where it answers.
-struct Finite {
-    const void* x;
-    uint8_t* bad;
-    int64_t type, ldx, rows, columns, threads, found;
-};
-
 int64_t any_type() { return between(0, 1); }
 
 void dense() {
@@ -184,27 +170,6 @@ void dense() {
     everywhere("situ", {&out}, bad, [&] { return k3_situ(wide.data(), bad ? 2 * rows - 1 : 2 * rows, out.data(), type, tokens, rows, 4, 25, 1, threads); });
     Numbers norm(0, k), normed(type, tokens * k);
     everywhere("rms_norm", {&normed}, bad, [&] { return k3_rms_norm(x.data(), bad ? k - 1 : k, norm.floats(), normed.data(), type, tokens, k, 1e-5f); });
-    // Each row with some of what is no number, or nothing else; the C library's word against the kernels'.
-    Numbers logits = x.copy();
-    std::unique_ptr<uint8_t[]> answer(new uint8_t[size_t(tokens)]);
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t i = 0, often = one_in(3) ? 1 : 2 * k; i < k; ++i)
-            if (one_in(often)) logits.put(t * k + i, one_in(2 * k) ? (one_in(2) ? NAN : INFINITY) : -INFINITY);
-    everywhere("rows_not_finite", {}, bad, [&] {
-        memset(answer.get(), 7, size_t(tokens));
-        Finite call = {logits.data(), answer.get(), type, bad ? k - 1 : k, tokens, k, threads, 0};
-        const int failed = k3_rows_not_finite(&call);
-        for (int64_t t = 0; t < tokens; ++t) {
-            bool wrong = false, any = false;
-            for (int64_t i = 0; i < k; ++i) {
-                const float number = logits.at(t * k + i);
-                wrong = wrong || std::isnan(number) || number == INFINITY;
-                any = any || std::isfinite(number);
-            }
-            if (answer[size_t(t)] != (bad ? 7 : wrong || !any)) stop("rows_not_finite", "expected another word of a row");
-        }
-        return failed;
-    });
     const int64_t n = between(1, 5);
     const bool near = bad && n > 1 && tokens;
     Numbers sources(0, n * tokens * k), score(0, k);

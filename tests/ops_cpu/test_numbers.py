@@ -461,30 +461,3 @@ def test_every_nibble_and_scale_is_decoded_exactly(cpp):
             expected = (experts.decode(w.w2[0], w.s2[0], torch.float32)[:, column] * hidden).unsqueeze(0)
             found = cpp.experts(x, torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), w, BETA, LINEAR)
             torch.testing.assert_close(found, expected, rtol=2**-22, atol=2.0**-149)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_without_a_token_to_draw_are_told_as_pytorch_tells_them(cpp, dtype):
-    """Every number of 16 bits there is (of fp32: the same sixteen bits on top of others), in a row of ordinary ones and in one of
-    -inf, at a place that the vector code or the tail reads; rows a stride apart; many columns, which threads share."""
-    words = torch.arange(-(2**15), 2**15)
-    every = (words << 16 | 0x1234).int().view(dtype) if dtype is torch.float32 else words.short().view(dtype)
-    for around in (1.0, -float("inf")):
-        logits = torch.full((len(every), 90), around, dtype=dtype)[:, :77]
-        logits[torch.arange(len(every)), words % 77] = every
-        largest = logits.float().amax(-1)
-        expected = (largest - largest != 0).to(torch.uint8)
-        assert 0 < expected.sum() < len(every)
-        assert cpp.rows_not_finite(logits) == expected.numpy().tobytes()
-    logits = torch.zeros(3, 163840, dtype=dtype)
-    assert cpp.rows_not_finite(logits) == b""
-    logits[1, -1] = float("nan")
-    logits[2] = -float("inf")
-    assert cpp.rows_not_finite(logits) == b"\0\1\1"
-
-
-def test_logits_that_the_library_does_not_read_are_left_to_pytorch(best):
-    plain = torch.zeros(4, 8)
-    for other in (plain.double(), plain.T, plain[:, :0], plain[:0], plain[0], plain[:1].expand(4, 8), plain.to("meta")):
-        assert best.rows_not_finite(other) is None
-        assert best.rows_not_finite(plain) == b""

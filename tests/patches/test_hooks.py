@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast import guard
-from vllm.model_executor.models.kimi_k3_fast.ops import cpu
 from vllm.model_executor.models.kimi_k3_fast.patches import hooks
 
 NAN, INF = float("nan"), float("inf")
@@ -39,14 +38,7 @@ def test_a_row_is_bad_when_no_token_can_be_drawn_from_it():
     assert hooks.rows_not_finite(logits.bfloat16()).tolist() == [0, 1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("look", [None, lambda logits: None, "library"], ids=["none", "takes nothing", "library"])
-def test_rows_of_drafts_count_for_their_request(watching, look):
-    """In PyTorch, and where the CPU path has handed the guard the library's form."""
-    if look == "library":
-        if not cpu.available():
-            pytest.skip("built without the CPU library")
-        look = cpu.CpuForms().rows_not_finite
-    watching.rows_not_finite = look
+def test_rows_of_drafts_count_for_their_request():
     logits = torch.zeros(6, 4)
     logits[4, 1] = NAN  # a draft row of c
     drafts = {"a": [5, 6], "c": [7]}

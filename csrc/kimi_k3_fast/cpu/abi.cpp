@@ -341,12 +341,3 @@ K3_API int k3_experts(const void* x, int64_t ldx, const int64_t* ids, const floa
                   memory + at.placed, memory + at.hidden, reinterpret_cast<float*>(memory + at.sums)});
     return 0;
 }
-
-// Its arguments stand in memory that the caller keeps, and so does `found`: for Python to convert them one by one in each step would
-// cost several times what the check does. Only bits are read, so that fp16 is taken too.
-K3_API int k3_rows_not_finite(Finite* call) {
-    const int64_t type = call->type, ldx = call->ldx, rows = call->rows, columns = call->columns, threads = call->threads;
-    K3_CHECK("rows_not_finite", K3_SIZE(type, F32, F16), K3_SIZE(rows, 0, ANY), K3_SIZE(columns, 1, ANY), K3_SIZE(ldx, columns, ANY), K3_SIZE(threads, 1, THREADS));
-    run->rows_not_finite(*call);
-    return 0;
-}

@@ -9,7 +9,7 @@ namespace k3 {
 struct bf16 {
     uint16_t bits;
 };
-enum Type : int64_t { F32 = 0, BF16 = 1, F16 = 2 };  // F16: of logits only
+enum Type : int64_t { F32 = 0, BF16 = 1 };
 
 // An index vector as it lies in memory: int32 or int64, with any stride (a column of a block table, for example).
 struct Index {
@@ -146,12 +146,6 @@ struct Experts {
     float* sums;                            // scratch [tokens, latent]
 };
 
-struct Finite {  // bad [rows]: 1 where a row of x [rows, columns] holds NaN or +inf, or nothing above -inf; found: how many do
-    const void* x;
-    uint8_t* bad;
-    int64_t type, ldx, rows, columns, threads, found;
-};
-
 struct Kernels {
     void (*linear)(const Linear&);
     void (*gate_up)(const Linear&);
@@ -165,7 +159,6 @@ struct Kernels {
     void (*mla_value)(const MlaValue&);
     void (*route)(const Route&);
     void (*experts)(const Experts&);
-    void (*rows_not_finite)(Finite&);
 };
 
 // One for each translation unit of kernels.cpp; null where the compiler has no such instruction set.

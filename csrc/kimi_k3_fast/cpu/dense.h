@@ -1,4 +1,4 @@
-// Projections, gated projections, RMSNorm, SiTU, AttnRes, and the check of logits.
+// Projections, gated projections, RMSNorm, SiTU and AttnRes.
 #pragma once
 #include "product.h"
 
@@ -159,43 +159,6 @@ static void mix_typed(const Mix& a) {
     for (int64_t t = 0; t < a.tokens; ++t) mix_token<T>(a, t);
 }
 
-// What numbers hold, told from their bits, so that one loop serves every type. S: signed and as wide; `infinity`: the bits of +inf,
-// which NaN of either sign exceeds once its sign is gone.
-enum Held : uint8_t { NOT_FINITE = 1, FINITE = 2 };  // a -inf is neither: a grammar masks with it
-template <class S>
-static uint8_t held(const S* x, int64_t count, S infinity) {
-    S bad = 0, finite = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        S number;
-        __builtin_memcpy(&number, x + i, sizeof number);
-        const S size = number & S(~(S(1) << (sizeof(S) * 8 - 1)));
-        bad |= S(number >= infinity) | S(size > infinity);
-        finite |= S(size < infinity);
-    }
-    return uint8_t((bad ? NOT_FINITE : 0) | (finite ? FINITE : 0));
-}
-
-template <class S>
-static void rows_not_finite_typed(Finite& a, S infinity) {
-    constexpr int64_t PART = 1 << 14;  // columns of one work item
-    const int64_t parts = (a.columns + PART - 1) / PART, items = a.rows * parts;
-    auto look = [&](int64_t item) {
-        const int64_t row = item / parts, first = item % parts * PART;
-        const uint8_t found = held(static_cast<const S*>(a.x) + row * a.ldx + first, least(PART, a.columns - first), infinity);
-#pragma omp atomic
-        a.bad[row] |= found;
-    };
-    for (int64_t row = 0; row < a.rows; ++row) a.bad[row] = 0;
-    if (a.rows * a.columns * int64_t(sizeof(S)) > WORTH_THREADS) {
-#pragma omp parallel for schedule(static) num_threads(int(a.threads))
-        for (int64_t item = 0; item < items; ++item) look(item);
-    } else {  // outside of the runtime, which is cold when this is called
-        for (int64_t item = 0; item < items; ++item) look(item);
-    }
-    a.found = 0;
-    for (int64_t row = 0; row < a.rows; ++row) a.found += a.bad[row] = a.bad[row] != FINITE;
-}
-
 static void linear(const Linear& a) {
     if (a.w_type == BF16) return linear_typed<bf16, bf16>(a);
     linear_typed<float, float>(a);
@@ -204,10 +167,6 @@ static void gate_up(const Linear& a) { return a.w_type == BF16 ? gate_up_typed<b
 static void rms_norm(const Norm& a) { return a.type == BF16 ? rms_norm_typed<bf16>(a) : rms_norm_typed<float>(a); }
 static void situ(const Norm& a) { return a.type == BF16 ? situ_typed<bf16>(a) : situ_typed<float>(a); }
 static void mix(const Mix& a) { return a.type == BF16 ? mix_typed<bf16>(a) : mix_typed<float>(a); }
-static void rows_not_finite(Finite& a) {
-    if (a.type == F32) return rows_not_finite_typed<int32_t>(a, 0x7f800000);
-    rows_not_finite_typed<int16_t>(a, a.type == BF16 ? 0x7f80 : 0x7c00);
-}
 
 }  // namespace K3_NAMESPACE
 }  // namespace k3

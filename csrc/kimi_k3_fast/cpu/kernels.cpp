@@ -6,6 +6,6 @@
 
 namespace k3 {
 namespace K3_NAMESPACE {
-extern const Kernels kernels = {linear, gate_up, mix, rms_norm, situ, kda, mla_rows, mla_absorb, mla_attend, mla_value, route, experts, rows_not_finite};
+extern const Kernels kernels = {linear, gate_up, mix, rms_norm, situ, kda, mla_rows, mla_absorb, mla_attend, mla_value, route, experts};
 }
 }  // namespace k3

@@ -16,7 +16,6 @@ import torch
 
 from .. import guard as guards
 from ..guard import Guard, Mutation, Path, StateView
-from ..ops.cpu import CpuForms
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
@@ -68,8 +67,6 @@ class FastPath:
         self._groups: list[str] = []
         self._state: list[StateView] = []
         self.backend = pick(settings.cpu_kernels if deployment.platform == "cpu" else "torch")
-        if isinstance(self.backend.forms, CpuForms):
-            self.guard.rows_not_finite = self.backend.forms.rows_not_finite
         self.guard.configure(settings)
         self.guard.deployment(self.refusals, deployment.facts() | {"backend": str(self.backend)}, mutations)
         if self.refusals and settings.mode == "require":

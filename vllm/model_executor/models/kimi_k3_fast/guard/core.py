@@ -47,7 +47,6 @@ class Guard:
         self.step = 0  # steps opened
         self.watching = False  # whether the patched lines of this process report to this guard
         self.opens_expected = False  # whether a patched runner opens every real step
-        self.rows_not_finite: Callable[[torch.Tensor], bytes | None] | None = None  # a quicker form of the hooks' check
         self.late_refusals: tuple[Refusal, ...] = ()  # reasons against fast steps that showed after the start
         self.agreement = Agreement()
         self.ledger = Ledger()

@@ -24,7 +24,6 @@ from ..kda.torch_form import Weights as KdaWeights
 from . import library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-LOGIT_TYPES = {**TYPES, torch.float16: 2}
 ENTRY_BYTES = {torch.int32: 4, torch.int64: 8}
 
 
@@ -115,8 +114,6 @@ class CpuForms:
         self.level = library.set_level(level)
         self.name = f"cpp-{self.level}"
         self._library: ctypes.CDLL = loaded
-        self._check = LogitsCheck(loaded)
-        self.rows_not_finite = self._check.rows_not_finite
 
     def _call(self, name: str, *arguments: object) -> None:
         function = getattr(self._library, f"k3_{name}")
@@ -384,53 +381,6 @@ class CpuForms:
         bounds = (beta, linear_beta or 0.0, linear_beta is not None, torch.get_num_threads())
         self._call(op, xp, ldx, *routing, *matrices, out.data_ptr(), kind, tokens, top_k, count, latent, width, *bounds)
         return out
-
-
-class _Finite(ctypes.Structure):
-    """What `k3_rows_not_finite` reads and where it answers: `Finite` of args.h."""
-
-    _fields_ = [("x", ctypes.c_void_p), ("bad", ctypes.c_void_p)] + [
-        (name, ctypes.c_int64) for name in ("type", "ldx", "rows", "columns", "threads", "found")
-    ]
-
-
-class LogitsCheck:
-    """The guard's look at the logits of each step. It is called when the caches are cold, and small: what Python does for it
-    counts more than what it reads, so that all but the address is prepared again only where it differs from the step before."""
-
-    def __init__(self, loaded: ctypes.CDLL) -> None:
-        self._library = loaded
-        self._look = loaded["k3_rows_not_finite"]  # a function without declared types: the one argument is converted here, once
-        self._call = _Finite()
-        self._where = ctypes.byref(self._call)
-        self._bad = ctypes.create_string_buffer(0)
-        self._form: tuple[Any, ...] = ()
-
-    def rows_not_finite(self, logits: Tensor) -> bytes | None:
-        """logits [rows, V] -> a byte a row: 1 where the row holds NaN or +inf, or nothing above -inf; no bytes where none does.
-        None for anything but rows on the host, each contiguous, of fp32, bf16 or fp16."""
-        form = logits.dtype, logits.shape, logits.stride(), logits.is_cpu
-        if form != self._form and not self._take(logits, form):
-            return None
-        self._call.x = logits.data_ptr()
-        if self._look(self._where):
-            library.check(self._library, 1)
-        return self._bad.raw if self._call.found else b""
-
-    def _take(self, logits: Tensor, form: tuple[Any, ...]) -> bool:
-        self._form = ()
-        kind = LOGIT_TYPES.get(logits.dtype)
-        if kind is None or logits.dim() != 2 or not logits.is_cpu:
-            return False
-        (rows, columns), (ldx, step) = logits.shape, logits.stride()
-        ldx = ldx if rows > 1 else columns
-        if not rows or not 0 < columns <= ldx or (step != 1 and columns > 1):
-            return False
-        self._bad = ctypes.create_string_buffer(rows)
-        bad = ctypes.addressof(self._bad)
-        self._call = _Finite(None, bad, kind, ldx, rows, columns, torch.get_num_threads())
-        self._where, self._form = ctypes.byref(self._call), form
-        return True
 
 
 def _silent(action: Callable[[], object]) -> None:

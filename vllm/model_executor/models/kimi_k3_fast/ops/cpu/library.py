@@ -29,7 +29,6 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "mla_value": (_P, _P, _I, _I, _P, _I, _P, *[_I] * 6),
     "route": (_P, _I, *[_P] * 4, *[_I] * 6, _F, _I),
     "experts": (_P, _I, *[_P] * 7, *[_I] * 6, _F, _F, _I, _I),
-    "rows_not_finite": (_P,),
     "reserve": (_I,) * 7,
     "set_level": (_I,),
 }
