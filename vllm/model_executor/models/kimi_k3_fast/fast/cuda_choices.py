@@ -109,7 +109,7 @@ class Choices:
             raise ValueError(
                 f"shadow compares stock's step behind the fast path's experts: expected stock to ask the router of every layer, "
                 f"found {len(missed)} that did not ({missed[0]}): their experts may be chosen in a kernel of their own. "
-                "Set shadow to 0."
+                "Leave `shadow` out of the settings."
             )
 
     def judged(self, rows: torch.Tensor) -> Judged:
