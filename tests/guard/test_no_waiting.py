@@ -88,9 +88,7 @@ def decode_steps(device: torch.device, drafts: dict[str, list[int]]) -> None:
         logits = torch.empty(rows, 100, device=device)
         for asynchronous in (True, False):
             hooks.begin_check(logits, REQUESTS, drafts, asynchronous, None)
-        ends = torch.zeros(
-            4, dtype=torch.int32, device=device
-        )  # indices: empty memory would be out of bounds
+        ends = torch.zeros(4, dtype=torch.int32, device=device)  # indices: empty memory would be out of bounds
         hooks.per_request(hooks.rows_not_finite(logits), ends)
         hooks.mark(SimpleNamespace(num_nans_in_logits=None))
 
