@@ -48,10 +48,10 @@ class FastPathRequired(RuntimeError):
 
 
 class CudaPath:
-    """One rank's fast path. kept: the routed experts of each MoE layer, taken at load; expert_bytes: of them in stock's memory, and
-    in copies. sizes: the padded decode batches that the runner captures. ranks: of the tensor-parallel group; reduce: its
-    all-reduce; all_gather: over its host side (None: one rank); mailbox: makes this rank's of so many words, at the same point on
-    every rank (None: `reduce` sums all).
+    """One rank's fast path. kept: the routed experts of each MoE layer, taken at load; expert_bytes: of them in stock's memory,
+    and in copies. sizes: the padded decode batches that the runner captures. ranks: of the tensor-parallel group; reduce: its
+    all-reduce; all_gather: over its host side (None: one rank); mailbox: makes this rank's of so many words, at the same point
+    on every rank (None: `reduce` sums all).
     """
 
     def __init__(
