@@ -363,13 +363,16 @@ PACKED_GROUPED_CUTS: tuple[dict[str, Any], ...] = (
 
 
 def _packed(config: Config) -> PackedTactic:
-    """The widest strips with which nine blocks of ten are busy to the end."""
+    """The widest strips with which nine blocks of ten are busy to the end; not spread where they are widest: it was slower on
+    H200, and lacks registers on sm_103a.
+    """
 
     def even(strip: int) -> bool:
         items = config.pairs * PackedFirst(config.hidden, config.width, strip, 1, 1, False).tiles
         return 10 * items >= 9 * SM_COUNT * -(-items // SM_COUNT)
 
-    return replace(PACKED, strip=next((strip for strip in (4, 2) if even(strip)), 1))
+    strip = next((strip for strip in (4, 2) if even(strip)), 1)
+    return replace(PACKED, strip=strip, spread=strip < 4)
 
 
 def default_tactic(config: Config) -> Tactic | PackedTactic:
