@@ -170,6 +170,32 @@ FEW = op.Tactic(grouped=False, split=2, teams=2, stages=3, ahead=1, height=16, w
 FEW_GROUPED = replace(op.GROUPED, split=4, stages=3, height=16, warps=3, depth=2, slots=2)
 
 
+def play(
+    config: op.Config,
+    tactic: op.Tactic | op.PackedTactic,
+    routing: op.Routing,
+    live: int,
+    stored: Callable[[torch_form.Weights], torch_form.Weights],
+    rows: int,
+) -> None:
+    """The kernels of a tactic on the machine of the tests, held to float64. stored: the checkpoint's layout into the kernels'.
+    rows: of the output that a block of w2 owns."""
+    weights, z = make_weights(config), make_input(config)
+    hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
+    tensors = {**vars(stored(weights)), **vars(routing), "z": z, "hidden": hidden, "out": out}
+    for spec in op.specs_for(config, tactic):
+        blocks = 3 if spec.config.grid else config.hidden // rows
+        small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
+        bulk_machine.run(small, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
+    exact = reference.experts(config, weights, z, routing)
+    plain = torch_form.run(
+        z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
+    )
+    assert (out[live:] == 0).all()
+    ours, theirs = ((x[:live].double() - exact[:live]).abs().max() for x in (out, plain))
+    assert ours <= 2 * theirs, (float(ours), float(theirs))
+
+
 @pytest.mark.parametrize(
     ("config", "tactic", "live", "meet"),
     [
@@ -185,20 +211,8 @@ def test_the_compiled_kernels_compute_the_reference(
 ) -> None:
     """Their PTX, on the machine of the tests: w13 by a grid of three blocks, then w2; outputs are NaN before."""
     tactic = op.fitted(config, tactic)
-    weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
-    hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
-    tensors = {**vars(weights), **vars(routing), "z": z, "hidden": hidden, "out": out}
-    for spec in op.specs_for(config, tactic):
-        blocks = 3 if spec.config.grid else config.hidden // tactic.height
-        small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
-        bulk_machine.run(small, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
-    exact = reference.experts(config, weights, z, routing)
-    plain = torch_form.run(
-        z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
-    )
-    assert (out[live:] == 0).all()
-    ours, theirs = ((x[:live].double() - exact[:live]).abs().max() for x in (out, plain))
-    assert ours <= 2 * theirs, (float(ours), float(theirs))
+    routing = make_routing(config, num_tokens=live, experts=meet)
+    play(config, tactic, routing, live, lambda weights: weights, tactic.height)
 
 
 @pytest.mark.parametrize(

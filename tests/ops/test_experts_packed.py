@@ -6,17 +6,15 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
-import bulk_machine
 import pytest
 import torch
-from test_experts import make_input, make_routing, make_weights
+from test_experts import make_routing, make_weights, play
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
-from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming, reference, torch_form
+from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.layout import PackedFirst
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import GROUP, Weights
-from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
 TENSORS = ("w13", "s13", "w2", "s2")
@@ -121,21 +119,9 @@ def test_the_compiled_kernels_compute_the_reference(
     """Their PTX, on the machine of the tests: w13 by a grid of three blocks, then w2; outputs are NaN before."""
     assert op.unavailable_reason(config, "sm_90a") is None
     tactic = op.fitted(config, tactic)
-    weights, z, routing = make_weights(config), make_input(config), make_routing(config, num_tokens=live, experts=meet)
+    routing = make_routing(config, num_tokens=live, experts=meet)
     routing.ids[live:] = -1
-    hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
-    tensors = {**vars(humming.pack(weights, config.pitch)), **vars(routing), "z": z, "hidden": hidden, "out": out}
-    for spec in op.specs_for(config, tactic):
-        blocks = 3 if spec.config.grid else config.hidden // (8 * tactic.below)
-        small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
-        bulk_machine.run(small, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
-    exact = reference.experts(config, weights, z, routing)
-    plain = torch_form.run(
-        z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
-    )
-    assert (out[live:] == 0).all()
-    ours, theirs = ((x[:live].double() - exact[:live]).abs().max() for x in (out, plain))
-    assert ours <= 2 * theirs, (float(ours), float(theirs))
+    play(config, tactic, routing, live, lambda weights: humming.pack(weights, config.pitch), 8 * tactic.below)
 
 
 @pytest.mark.parametrize("tactic", [op.PACKED, op.PACKED_GROUPED], ids=str)

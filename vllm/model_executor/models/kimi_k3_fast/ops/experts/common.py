@@ -152,7 +152,13 @@ def write_sums(c: cutlass.Constexpr, sums: Any, out: Any, unroll: cutlass.Conste
         out[place // c.height, block * c.height + place % c.height] = total.to(BFloat16)
 
 
-# -- copies and barriers ----------------------------------------
+# -- launches, copies and barriers ----------------------------------------
+
+
+def launch(kernel: Any, grid: int, warps: int, stream: Any) -> None:
+    """One block of so many warps an SM, with all of its shared memory, as soon as the launch before it lets go."""
+    block, shape = [32 * warps, 1, 1], [grid, 1, 1]
+    kernel.launch(grid=shape, block=block, min_blocks_per_mp=1, preferred_smem_carveout=100, stream=stream, use_pdl=True)
 
 
 def bulk(target: Any, source: Any, size: Any, barrier: Any, predicate: Any = None) -> None:

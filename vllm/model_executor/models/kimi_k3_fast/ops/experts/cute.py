@@ -38,6 +38,7 @@ from .common import (
     clear,
     decode,
     init_barriers,
+    launch,
     load_row,
     mma,
     read_scale,
@@ -487,24 +488,13 @@ def _w2_pairs(
 # -- entries ----------------------------------------
 
 
-def _launch(kernel: Any, grid: int, warps: int, stream: Any) -> None:
-    kernel.launch(
-        grid=[grid, 1, 1],
-        block=[32 * warps, 1, 1],
-        min_blocks_per_mp=1,
-        preferred_smem_carveout=100,
-        stream=stream,
-        use_pdl=True,
-    )
-
-
 def mxfp4_w13_pairs(config, codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, stream):
     """See the module head."""
     kernel = _w13_pairs(codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, config)
-    _launch(kernel, config.grid, config.split * config.teams + 1, stream)
+    launch(kernel, config.grid, config.split * config.teams + 1, stream)
 
 
 def mxfp4_w2_pairs(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See the module head."""
     kernel = _w2_pairs(codes, scales, hidden, ids, weights, num_tokens, out, config)
-    _launch(kernel, config.hidden // config.height, config.warps, stream)
+    launch(kernel, config.hidden // config.height, config.warps, stream)

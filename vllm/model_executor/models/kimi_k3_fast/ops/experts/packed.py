@@ -32,7 +32,7 @@ from cutlass.memory import SmemAllocator
 from ..device.ptx import load_shared, prefetch_bytes, store_shared, stream_async
 from ..device.vectors import unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
-from .common import SHIFT, clear, decode, mma, read_word, situ, store_half
+from .common import SHIFT, clear, decode, launch, mma, read_word, situ, store_half
 from .layout import GROUP, PackedFirst, PackedSecond, padded_columns, padded_rows
 
 PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
@@ -619,30 +619,25 @@ def _w2_packed_grouped(
 # -- entries ----------------------------------------
 
 
-def _launch(kernel: Any, grid: int, warps: int, stream: Any) -> None:
-    block, shape = [32 * warps, 1, 1], [grid, 1, 1]
-    kernel.launch(grid=shape, block=block, min_blocks_per_mp=1, preferred_smem_carveout=100, stream=stream, use_pdl=True)
-
-
 def mxfp4_w13_packed(config, codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, stream):
     """See the module head."""
     kernel = _w13_packed(codes, scales, next_codes, next_scales, z, ids, num_tokens, hidden, config)
-    _launch(kernel, config.grid, config.split, stream)
+    launch(kernel, config.grid, config.split, stream)
 
 
 def mxfp4_w2_packed(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See the module head."""
     kernel = _w2_packed(codes, scales, hidden, ids, weights, num_tokens, out, config)
-    _launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
+    launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
 
 
 def mxfp4_w13_packed_grouped(config, codes, scales, z, offsets, pairs, active, num_active, hidden, stream):
     """See the module head."""
     kernel = _w13_packed_grouped(codes, scales, z, offsets, pairs, active, num_active, hidden, config)
-    _launch(kernel, config.grid, config.split, stream)
+    launch(kernel, config.grid, config.split, stream)
 
 
 def mxfp4_w2_packed_grouped(config, codes, scales, hidden, offsets, pairs, active, num_active, weights, out, stream):
     """See the module head."""
     kernel = _w2_packed_grouped(codes, scales, hidden, offsets, pairs, active, num_active, weights, out, config)
-    _launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
+    launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
