@@ -5,11 +5,8 @@
     prefix = bf(prefix + y)                      at the others ("add")
 
 The matmul is the skinny one of `ops/skinny.py`. Each output, once summed over the block, is rounded to BF16 and sent to the
-peers' mailboxes as a pair of neighbours in one self-validating word (`comm/layout.py`); there is no flag and no barrier between
-ranks.
-
-    one-shot   every rank sends every pair to all ranks and adds up all of them itself: one trip, D * (world - 1) pairs / 2 sent
-    two-shot   pairs are dealt to ranks by 16; the owner adds them up and sends the sum to all: two trips, a world-th of the bytes
+peers' mailboxes as a pair of neighbours in one self-validating word, in one shot or two (`ops/pairs.py`); there is no flag and no
+barrier between ranks.
 
 Sums run in the order of ranks, so all ranks hold the same bits. With one rank no mailbox is needed, and for many tokens it is the
 library's product, which adds to the prefix itself.
@@ -19,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,16 +24,13 @@ from ...reasons import Reason, Refusal
 from .. import library, measured, posted
 from ..build import ACTIVATION, ARCHS, STATE, STATIC, KernelSpec, Param
 from ..library import Library
+from ..pairs import Pairs
 from ..single import compiled
-from ..skinny import Shape, Tactic, ceil_div, ring_tactic
-
-SMS = 132  # blocks that surely run at once
-ONE_SHOT_TOKENS = 4  # above it the bytes of one-shot cost more than the second trip of two-shot
-CHUNK = 16  # neighbouring pairs that have one owner: what a warp holds
+from ..skinny import Shape, Tactic, ring_tactic
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Pairs):
     """`tokens` of this (padded) batch; `rows` x `columns` of this rank's weight; `world` ranks; `update`: "write" or "add".
 
     `shots`: 1 or 2, or None for the default of the batch. `tactic`: None for the default. `bound_ns`: how long to wait for a
@@ -70,32 +63,6 @@ class Config:
     def _unmeasured(self) -> Tactic:
         return measured.unmeasured(self.rows, (self.columns,), self.tokens)
 
-    @property
-    def two_shot(self) -> bool:
-        return self.world > 1 and (self.shots or (1 if self.tokens <= ONE_SHOT_TOKENS else 2)) == 2
-
-    @property
-    def group_words(self) -> int:
-        """Words that one group of blocks sends to one rank, in one shot."""
-        pairs = ceil_div(self.tokens * self.shape.tactic.rows, 2)
-        return ceil_div(pairs, CHUNK * self.world) * CHUNK if self.two_shot else pairs
-
-    def owner(self, pair: Any) -> Any:
-        """The rank that adds up a pair of a group in two shots. For plain and for traced integers, as `word`."""
-        return pair // CHUNK % self.world
-
-    def word(self, group: Any, pair: Any, second: bool = False) -> Any:
-        """Which of the sender's words a pair is. In two shots a rank's chunks lie packed, the sums (`second`) behind."""
-        if not self.two_shot:
-            return group * self.group_words + pair
-        behind = self.group_words * self.shape.tactic.groups if second else 0
-        return behind + group * self.group_words + pair // (CHUNK * self.world) * CHUNK + pair % CHUNK
-
-    @property
-    def words(self) -> int:
-        """Words of mailbox that a sender needs."""
-        return 0 if self.world == 1 else self.group_words * self.shape.tactic.groups * (2 if self.two_shot else 1)
-
 
 class Plan(posted.Plan):
     """One kernel, or the library's product; with one rank no mailbox."""
@@ -117,13 +84,9 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         problem = problem or (None if config.world == 1 else f"expected one rank for the library, found {config.world}")
     else:
         problem = config.shape.problem() or config.shape.uncovered(config.rows)
-    blocks = config.shape.tactic.groups * config.shape.tactic.splits
-    if config.world not in (1, 2, 4, 8):
-        problem = f"expected 1, 2, 4 or 8 ranks within one host, found {config.world}"
-    elif config.update not in ("write", "add") or config.shots not in (None, 1, 2):
-        problem = f"expected update write or add and 1 or 2 shots, found {config.update} and {config.shots}"
-    elif config.world > 1 and blocks > SMS:
-        problem = f"expected at most {SMS} blocks, which wait for each other's counterparts and must run at once, found {blocks}"
+    problem = config.exchange_problem() or problem
+    if config.update not in ("write", "add"):
+        problem = f"expected update write or add, found {config.update}"
     return Refusal(Reason.OP_SHAPE, f"oproj: {problem}") if problem else None
 
 

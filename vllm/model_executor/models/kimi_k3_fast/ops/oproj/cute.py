@@ -1,55 +1,22 @@
-"""Device half of `oproj`. The protocol between ranks is `ops/device/exchange.py`; which pair goes where, the op's head."""
+"""Device half of `oproj`. The sum over ranks is `ops/device/reduction.py`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
-from cutlass.cutlass_dsl import select_
+from cutlass import Int32
 
-from ..device.exchange import Exchange, Post
-from ..device.ptx import store_bf16
+from ..device.exchange import Post
+from ..device.reduction import Item, Reduction, Target
 from ..device.skinny import Rows, Smem, even_share
 from ..device.streamed import make_block
-from ..device.vectors import pack_bf16, unpack_bf16
 from ..order import Dynamic, Ordered, Peers, Static, dependency_wait, release_dependents
 
 
-@dataclass
-class Item:
-    """One output of this thread. Lanes 2i and 2i + 1 hold neighbouring rows of a token: a pair, which travels as one word."""
-
-    token: Any
-    row: Any
-    pair: Any  # number of the pair in its group
-    inside: Any  # this lane's row exists
-    either: Any  # a row of the pair exists
-    old: Any  # the prefix before
-
-
-class Prefix:
-    """The residual prefix: read when the outputs are known to be this thread's, updated at the end."""
-
-    def __init__(self, tensor: Any, update: str) -> None:
-        self.tensor, self.update, self.rows = tensor, update, tensor.shape[1]
-
-    def read(self, token: Any, row: Any) -> Float32:
-        if self.update == "write":
-            return Float32(0.0)
-        return self.tensor[token, cutlass.min(row, self.rows - 1)].to(Float32)
-
-    def put(self, item: Item, y: Any) -> None:
-        """prefix = y, or bf(prefix + y); y is rounded to BF16 first, as the model rounds it."""
-        y = y.to(BFloat16).to(Float32)
-        store_bf16(self.tensor.iterator + (item.token * self.rows + item.row), item.old + y, item.inside)
-
-
-def _across(value: Any) -> Any:
-    """The value of the other lane of the pair."""
-    return cute.arch.shuffle_sync_bfly(value, offset=1)
+def _target(config: Any, prefix: Dynamic, ready: Ordered) -> Target:
+    return Target(prefix.after(ready), add=config.update == "add")
 
 
 def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
@@ -70,7 +37,7 @@ def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
 @cute.kernel
 def _alone(w: Static, x: Dynamic, prefix: Dynamic, config: cutlass.Constexpr):
     def emit_with(ready: Ordered, group: Any, first: Any) -> Any:
-        target = Prefix(prefix.after(ready), config.update)
+        target = _target(config, prefix, ready)
 
         def emit(token: Any, row: Any, value: Any, inside: Any) -> None:
             target.put(Item(token, row, None, inside, None, target.read(token, row)), value(0))
@@ -78,83 +45,6 @@ def _alone(w: Static, x: Dynamic, prefix: Dynamic, config: cutlass.Constexpr):
         return emit
 
     _project(config, w, x, emit_with)
-
-
-class Reduction:
-    """The sum over ranks, as one thread sees it."""
-
-    def __init__(self, config: Any, ready: Ordered, prefix: Dynamic, post: Post, group: Any, first: Any) -> None:
-        self.config, self.group, self.first = config, group, first
-        self.prefix = Prefix(prefix.after(ready), config.update)
-        self.exchange = Exchange(config.world, config.bound_ns, ready, post)
-        self.items: list[Item] = []
-        thread, _, _ = cute.arch.thread_idx()
-        self.odd = thread % 2
-        half = config.world // 2
-        self.ranks = [self.odd * half + j for j in range(half)]  # the lanes of a pair share the peers
-        self.boxes = [self.exchange.box_of(r) for r in self.ranks]
-
-    def emit(self, token: Any, row: Any, value: Any, inside: Any) -> None:
-        """Takes an output as the block's sum leaves it, and sends it on its first trip."""
-        mine = value(0)
-        either = (Int32(inside) | _across(Int32(inside))) != 0
-        pair = (token * self.config.shape.tactic.rows + (row - self.first)) // 2
-        item = Item(token, row, pair, inside, either, self.prefix.read(token, row))
-        self.items.append(item)
-        word = self._word(mine)
-        if self.config.two_shot:
-            box = self.exchange.box_of(self._owner(item))
-            self.exchange.send(box, self._index(item), word, either & (self.odd == 0))
-        else:
-            self._send_to_all(self._index(item), word, either)
-
-    def finish(self) -> None:
-        """Everything after the block's own sums."""
-        tactic = self.config.shape.tactic
-        self.exchange.arrive(tactic.groups * tactic.splits)
-        if not self.config.two_shot:
-            for item in self.items:
-                self.prefix.put(item, self._total(item, item.either))
-            return
-        for item in self.items:  # the pairs that are this rank's to add up
-            owned = item.either & (self._owner(item) == self.exchange.post.rank)
-            self._send_to_all(self._index(item, second=True), self._word(self._total(item, owned)), owned)
-        for item in self.items:
-            (word,) = self.exchange.receive([self._owner(item)], self._index(item, second=True), item.either, relayed=True)
-            self.prefix.put(item, self._own_half(word))
-
-    def _word(self, mine: Any) -> Uint32:
-        """This lane's value and its neighbour's, rounded to BF16; both lanes of a pair hold the same word."""
-        other = _across(mine)
-        return pack_bf16(self._by_lane(mine, other), self._by_lane(other, mine))
-
-    def _by_lane(self, even: Any, odd: Any) -> Any:
-        """`even` in the lanes of even number, `odd` in the others."""
-        return type(even)(select_(self.odd == 0, even, odd))
-
-    def _own_half(self, word: Uint32) -> Float32:
-        return self._by_lane(*unpack_bf16(word))
-
-    def _owner(self, item: Item) -> Any:
-        return self.config.owner(item.pair)
-
-    def _index(self, item: Item, second: bool = False) -> Any:
-        return self.config.word(self.group, item.pair, second)
-
-    def _send_to_all(self, index: Any, word: Uint32, inside: Boolean) -> None:
-        for box in self.boxes:
-            self.exchange.send(box, index, word, inside)
-
-    def _total(self, item: Item, inside: Boolean) -> Float32:
-        """This lane's half of the pair summed over all ranks, in their order, in FP32."""
-        words = self.exchange.receive(self.ranks, self._index(item), inside)
-        others = [_across(word) for word in words]
-        low = [self._by_lane(mine, other) for mine, other in zip(words, others, strict=True)]
-        high = [self._by_lane(other, mine) for mine, other in zip(words, others, strict=True)]
-        total = Float32(0.0)
-        for word in [*low, *high]:
-            total = total + self._own_half(word)
-        return total
 
 
 @cute.kernel
@@ -172,7 +62,8 @@ def _reduced(
     reductions: list[Reduction] = []
 
     def emit_with(ready: Ordered, group: Any, first: Any) -> Any:
-        reductions.append(Reduction(config, ready, prefix, Post(peers, box, epoch, rank, words), group, first))
+        target = _target(config, prefix, ready)
+        reductions.append(Reduction(config, ready, target, Post(peers, box, epoch, rank, words), group, first))
         return reductions[0].emit
 
     _project(config, w, x, emit_with)
