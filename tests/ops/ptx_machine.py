@@ -66,6 +66,7 @@ class Memory:
         self.spans: list[tuple[int, int, torch.Tensor]] = []
         self.starts: dict[int, int] = {}
         self.prefetched: list[tuple[int, int]] = []  # (address, bytes) of every bulk prefetch
+        self.time = self.tick = 0  # ns, and by how much each look at the clock moves it
         end = 0
         for tensor in tensors:
             span = tensor.untyped_storage()
@@ -359,8 +360,8 @@ class Launch:
         return read
 
     def _special(self, operand: str) -> Callable[[Warp], Array] | None:
-        if operand in ("%globaltimer", "%clock64"):  # time stands still: no wait is too long
-            return lambda warp: np.zeros(LANES, dtype=np.uint64)
+        if operand in ("%globaltimer", "%clock64"):
+            return self._clock
         if operand == "%laneid":
             return lambda warp: LANE
         if operand in ("%tid.x",):
@@ -380,6 +381,10 @@ class Launch:
         if match[1] == "cluster_ctarank":
             return lambda warp: np.full(LANES, warp.block.rank)
         raise NotImplementedError(operand)
+
+    def _clock(self, warp: Warp) -> Array:
+        self.memory.time += self.memory.tick
+        return np.full(LANES, self.memory.time, dtype=np.uint64)
 
     def _address(self, operand: str, scopes: Any) -> Callable[[Warp], Array]:
         match = re.fullmatch(r"\[\s*([^\]+]+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
@@ -881,16 +886,23 @@ def run(
 
 
 def run_ranks(
-    spec: KernelSpec, tensors: list[dict[str, Any]], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0
+    spec: KernelSpec,
+    tensors: list[dict[str, Any]],
+    grid: tuple[int, ...],
+    arch: str = "sm_90a",
+    seed: int = 0,
+    missing: int | None = None,
 ) -> None:
     """Run a launch of every rank, all at once, over one memory. `peers` of each rank, a table of addresses, is filled in here:
-    where the ranks' `box` tensors lie."""
+    where the ranks' `box` tensors lie. Time stands still, so that no wait is too long, unless a rank is `missing`, which does not
+    launch: then each look at the clock takes a nanosecond."""
     memory = Memory([t for own in tensors for t in own.values() if isinstance(t, torch.Tensor)])
     boxes = torch.tensor([memory.address(own["box"]) for own in tensors], dtype=torch.int64)
     for own in tensors:
         own["peers"].copy_(boxes)
         start = memory.address(own["peers"]) - BASE
         memory.bytes[start : start + 8 * len(boxes)] = boxes.view(torch.uint8).numpy()
-    launches = [Launch(spec, arch, own, grid, 1, memory) for own in tensors]
+    memory.tick = 0 if missing is None else 1
+    launches = [Launch(spec, arch, own, grid, 1, memory) for rank, own in enumerate(tensors) if rank != missing]
     _run_together([c for launch in launches for c in launch.clusters()], random.Random(seed))
     memory.give_back()
