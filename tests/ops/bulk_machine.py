@@ -6,20 +6,16 @@ shows as well as one that is read before it is full.
 
 from __future__ import annotations
 
-import random
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from ptx_machine import BASE, LANE, LANES, POLL, Array, Launch, Memory, Step, Warp, _run_together
-
-from vllm.model_executor.models.kimi_k3_fast.ops.build import KernelSpec
+import ptx_machine
+from ptx_machine import BASE, LANE, LANES, POLL, Array, Launch, Step, Warp
 
 
 class BulkLaunch(Launch):
     """A launch that knows more instructions."""
-
-    chance = random.Random(0)
 
     def _step(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
         root, kind = name.split(".")[0], name.split(".")[-1]
@@ -197,13 +193,5 @@ def _trap(warp: Warp, mask: Array) -> None:
     raise AssertionError(f"the kernel gave up in block {warp.block.index}, warp {warp.number}")
 
 
-def run(
-    spec: KernelSpec, tensors: dict[str, Any], grid: tuple[int, ...], arch: str = "sm_90a", seed: int = 0, cluster: int = 1
-) -> None:
-    """As `ptx_machine.run`."""
-    memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
-    launch, order = BulkLaunch(spec, arch, tensors, grid, cluster, memory), random.Random(seed)
-    launch.chance = order
-    for one in launch.clusters():
-        _run_together([one], order)
-    memory.give_back()
+run = partial(ptx_machine.run, machine=BulkLaunch)
+run_ranks = partial(ptx_machine.run_ranks, machine=BulkLaunch)

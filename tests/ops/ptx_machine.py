@@ -283,11 +283,19 @@ _FUNCTIONS = {"ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: 1 / x, "rsqrt": l
 
 
 class Launch:
-    """One kernel, ready to run: its decoded program, grid and parameters."""
+    """One kernel, ready to run: its decoded program, grid and parameters. chance: what it draws from."""
 
     def __init__(
-        self, spec: KernelSpec, arch: str, tensors: dict[str, Any], grid: tuple[int, ...], cluster: int, memory: Memory
+        self,
+        spec: KernelSpec,
+        arch: str,
+        tensors: dict[str, Any],
+        grid: tuple[int, ...],
+        cluster: int,
+        memory: Memory,
+        chance: random.Random,
     ) -> None:
+        self.chance = chance
         folder = build.ensure(spec, arch)
         text = (folder / f"{spec.name}-{build.content_hash(spec, arch)}.ptx").read_text()
         self.threads = int(re.search(r"\.reqntid (\d+)", text)[1])  # type: ignore[index]
@@ -873,12 +881,13 @@ def run(
     arch: str = "sm_90a",
     seed: int = 0,
     prefetched: list[tuple[int, int]] | None = None,
+    machine: type[Launch] = Launch,
 ) -> None:
     """Run one launch to its end, a cluster after the other. `grid` and `cluster` as the kernel's entry launches it. Outputs are
-    written into `tensors`; what was asked into L2, address and bytes, is appended to `prefetched`."""
+    written into `tensors`; what was asked into L2, address and bytes, is appended to `prefetched`. machine: by what it knows."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
     order = random.Random(seed)
-    for one in Launch(spec, arch, tensors, grid, cluster, memory).clusters():
+    for one in machine(spec, arch, tensors, grid, cluster, memory, order).clusters():
         _run_together([one], order)
     memory.give_back()
     if prefetched is not None:
@@ -889,13 +898,16 @@ def run_ranks(
     spec: KernelSpec,
     tensors: list[dict[str, Any]],
     grid: tuple[int, ...],
+    cluster: int = 1,
     arch: str = "sm_90a",
     seed: int = 0,
     missing: int | None = None,
+    prefetched: list[tuple[int, int]] | None = None,
+    machine: type[Launch] = Launch,
 ) -> None:
-    """Run a launch of every rank, all at once, over one memory. `peers` of each rank, a table of addresses, is filled in here:
-    where the ranks' `box` tensors lie. Time stands still, so that no wait is too long, unless a rank is `missing`, which does not
-    launch: then each look at the clock takes a nanosecond."""
+    """As `run`, a launch of every rank, all at once, over one memory. `peers` of each rank, a table of addresses, is filled in
+    here: where the ranks' `box` tensors lie. Time stands still, so that no wait is too long, unless a rank is `missing`, which
+    does not launch: then each look at the clock takes a nanosecond."""
     memory = Memory([t for own in tensors for t in own.values() if isinstance(t, torch.Tensor)])
     boxes = torch.tensor([memory.address(own["box"]) for own in tensors], dtype=torch.int64)
     for own in tensors:
@@ -903,6 +915,9 @@ def run_ranks(
         start = memory.address(own["peers"]) - BASE
         memory.bytes[start : start + 8 * len(boxes)] = boxes.view(torch.uint8).numpy()
     memory.tick = 0 if missing is None else 1
-    launches = [Launch(spec, arch, own, grid, 1, memory) for rank, own in enumerate(tensors) if rank != missing]
-    _run_together([c for launch in launches for c in launch.clusters()], random.Random(seed))
+    order = random.Random(seed)
+    launches = [machine(spec, arch, own, grid, cluster, memory, order) for rank, own in enumerate(tensors) if rank != missing]
+    _run_together([c for launch in launches for c in launch.clusters()], order)
     memory.give_back()
+    if prefetched is not None:
+        prefetched += memory.prefetched
