@@ -523,6 +523,9 @@ class Launch:
                 return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
 
             return single(product)
+        if root == "add" and kind == "bf16":
+            a, b = read(1, "b16"), read(2, "b16")
+            return single(lambda w: _round_bf16(_widen_bf16(a(w)) + _widen_bf16(b(w))))
         inputs = [read(i) for i in range(1, len(operands))]
         if root in ("min", "max") and kind.startswith("f"):
             function: Callable[..., Any] = np.fmin if root == "min" else np.fmax
