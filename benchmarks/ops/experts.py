@@ -36,7 +36,7 @@ import stock
 from ahead import compile_all
 from timing import Case, Timing, arguments, main, provenance
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build, moe_front
+from vllm.model_executor.models.kimi_k3_fast.ops import build, moe_front, posted
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming, reference
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights
@@ -100,7 +100,7 @@ class Call:
         row = self.config.width * (self.config.hidden // 2 + self.config.hidden // 32)
         return round(self.distinct * row * {"w13": 2, "w2": 1}.get(part, 3))
 
-    def ours(self, i: int, plan: op.Plan, part: str, choice: moe_front.TopkPlan | None = None) -> None:
+    def ours(self, i: int, plan: op.Plan, part: str, choice: posted.Plan | None = None) -> None:
         routing = self.routings[i]
         if choice:
             r = routing

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from bulk_machine import run as run_ptx
 
+from vllm.model_executor.models.kimi_k3_fast.comm import Box
+from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops.library import Library
 
@@ -65,3 +67,11 @@ def played(grid: tuple[int, ...]) -> Callable[[build.KernelSpec, str], Callable[
         )
 
     return get
+
+
+def boxes(layout: Layout, device: str = "cuda") -> list[Box]:
+    """The mailboxes of ranks that share one device: what symmetric memory gives, without other processes."""
+    memories = [torch.zeros(layout.bytes // 4, dtype=torch.int32, device=device) for _ in range(layout.world)]
+    addresses = torch.tensor([m.data_ptr() for m in memories], dtype=torch.int64, device=device)
+    epochs = [torch.zeros(2, dtype=torch.int32, device=device) for _ in memories]
+    return [Box(rank, layout, memory, addresses, epochs[rank]) for rank, memory in enumerate(memories)]

@@ -67,12 +67,14 @@ class Exchange:
         _arrive(self.counter, self.epoch, blocks)
 
     def receive(self, senders: list[Any], index: Any, inside: Boolean, relayed: bool = False) -> list[Uint32]:
-        """The words that `senders` sent at `index` in this epoch. Two NaN each, where `inside` fails or a rank is lost.
+        """The words that `senders` sent at `index`, or at the index of each, in this epoch. Two NaN each, where `inside` fails or
+        a rank is lost.
 
         `relayed`: senders answer only when others have answered them. Such a wait has a quarter more time: whoever waits for the
         rank that is missing names it first, and not a rank that waits itself.
         """
-        addresses = [self._word(self.box, sender, index) for sender in senders]
+        indices = index if isinstance(index, list) else [index] * len(senders)
+        addresses = [self._word(self.box, sender, at) for sender, at in zip(senders, indices, strict=True)]
         boxes = [self.box_of(r) for r in range(self.world)]
         bound_ns = self.bound_ns * 5 // 4 if relayed else self.bound_ns
         data = _receive(addresses, senders, self.epoch, self.box, boxes, inside, bound_ns)

@@ -6,7 +6,8 @@ dealt so that every block reads the same number of bytes. A rank that owns only 
 down-projection passes those rows. For many tokens it is three products of the library and a kernel for SiTU instead.
 
 Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id), renormalised weights; and, where asked
-for, the list of (token, slot) pairs by expert.
+for, the list of (token, slot) pairs by expert. Over several ranks, each with a share of the logits and of z, it gathers both
+first, through the mailboxes: all ranks hold the whole z and make the same choice.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from .. import library, measured
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param, get
+from .. import library, measured, posted
+from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param
 from ..library import LIBRARY, Library
 from ..single import Plan, compiled, find_scratch, make
 from ..skinny import TILE, Shape, Tactic, ceil_div, default_tactic, ring_tactic
@@ -174,7 +176,11 @@ def run(
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """Choice of `top_k` of `experts` experts for each of `tokens` tokens. `grouped`: also list the pairs by expert."""
+    """Choice of `top_k` of `experts` experts for each of `tokens` tokens. `grouped`: also list the pairs by expert.
+
+    With a `world` of several ranks the logits, and the `latent` columns of z, are gathered from equal shares, rank 0's first;
+    `bound_ns`: how long to wait for a peer.
+    """
 
     tokens: int
     experts: int = 896
@@ -182,25 +188,46 @@ class TopkConfig:
     renormalise: bool = True
     scaling: float = 1.0
     grouped: bool = False
+    world: int = 1
+    latent: int = 0
+    bound_ns: int = BOUND_NS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one for an expert, in whole warps."""
+        return ceil_div(self.experts, 32) * 32
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Words of a token that a rank sends: its logits, and its columns of z, two in a word."""
+        return self.experts // self.world, self.latent // self.world // 2
+
+    @property
+    def words(self) -> int:
+        """Words of mailbox that a sender needs."""
+        return 0 if self.world == 1 else self.tokens * sum(self.shares)
 
 
 def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
     """Why there is no top-k kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"topk: expected one of {', '.join(ARCHS)}, found {arch}")
-    if not (1 <= config.top_k <= min(32, config.experts) and config.experts <= 1024):
-        return Refusal(
-            Reason.OP_SHAPE, f"topk: expected at most 32 of at most 1024 experts, found {config.top_k} of {config.experts}"
-        )
-    if not 1 <= config.tokens <= 64:
-        return Refusal(Reason.OP_SHAPE, f"topk: expected 1 to 64 tokens, found {config.tokens}")
-    return None
+    c, problem = config, None
+    if not (1 <= c.top_k <= min(32, c.experts) and c.experts <= 1024):
+        problem = f"at most 32 of at most 1024 experts, found {c.top_k} of {c.experts}"
+    elif not 1 <= c.tokens <= 64:
+        problem = f"1 to 64 tokens, found {c.tokens}"
+    elif c.world not in (1, 2, 4, 8):
+        problem = f"1, 2, 4 or 8 ranks within one host, found {c.world}"
+    elif c.world > 1 and (c.experts % c.world or c.latent < 1 or c.latent % (2 * c.world)):
+        problem = f"experts and pairs of columns of z in equal shares, found {c.experts} and {c.latent} for {c.world} ranks"
+    return Refusal(Reason.OP_SHAPE, f"topk: expected {problem}") if problem else None
 
 
 def topk_spec(config: TopkConfig) -> KernelSpec:
     params: tuple[Param, ...] = (
         Param("bias", "f32", (config.experts,), STATIC),
-        Param("logits", "f32", (config.tokens, config.experts), ACTIVATION),
+        Param("logits", "f32", (config.tokens, config.experts // config.world), ACTIVATION),
         Param("num_tokens", "i32", (1,), ACTIVATION, align=4),
         Param("ids", "i32", (config.tokens, config.top_k), OUTPUT),
         Param("weights", "f32", (config.tokens, config.top_k), OUTPUT),
@@ -213,24 +240,18 @@ def topk_spec(config: TopkConfig) -> KernelSpec:
             Param("num_active", "i32", (1,), OUTPUT, align=4),
             Param("arrived", "i32", (1,), STATE, align=4),
         )
+    if config.world > 1:
+        params += (
+            Param("z_own", "bf16", (config.tokens, config.latent // config.world), ACTIVATION),
+            Param("z", "bf16", (config.tokens, config.latent), OUTPUT),
+            *posted.params(config.world),
+        )
     return KernelSpec("topk", "moe_front", config, f"{__name__}.topk:topk", params)
 
 
-@dataclass(frozen=True)
-class TopkPlan:
-    """What will run: one kernel."""
-
-    config: TopkConfig
-    arch: str
-    spec: KernelSpec
-
-
-def topk_plan(config: TopkConfig, arch: str) -> TopkPlan:
+def topk_plan(config: TopkConfig, arch: str) -> posted.Plan:
     """Raises ValueError where `topk_unavailable_reason` has one."""
-    refusal = topk_unavailable_reason(config, arch)
-    if refusal:
-        raise ValueError(str(refusal))
-    return TopkPlan(config, arch, topk_spec(config))
+    return posted.Plan.make(config, arch, topk_unavailable_reason(config, arch), topk_spec)
 
 
 @dataclass(frozen=True)
@@ -249,25 +270,39 @@ class Groups:
     arrived: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Gather:
+    """What a rank of several has of z, z_own [T, L / world] bf16, where the whole goes, z [T, L] bf16, overwritten, alike on all
+    ranks; and the mailbox through which it comes.
+    """
+
+    z_own: torch.Tensor
+    z: torch.Tensor
+    mailbox: Box
+
+
 def run_topk(
-    plan: TopkPlan,
+    plan: posted.Plan,
     logits: torch.Tensor,
     bias: torch.Tensor,
     num_tokens: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     groups: Groups | None = None,
+    gather: Gather | None = None,
     stream: int | None = None,
 ) -> None:
-    """logits [T, E] fp32, bias [E] fp32, num_tokens [1] int32 -> ids [T, k] int32 in order of choice, weights [T, k] fp32;
-    overwritten. Padded rows get id 0 and weight 0 and are in no group. Raises ValueError where `groups` is missing, or is there
-    and not planned for.
+    """logits [T, E / world] fp32, bias [E] fp32, num_tokens [1] int32 -> ids [T, k] int32 in order of choice, weights [T, k]
+    fp32; overwritten, alike on all ranks. Padded rows get id 0 and weight 0 and are in no group; their z is gathered as well.
+    Raises ValueError where `groups` or `gather` is missing, or is there and not planned for, or its mailbox does not fit.
     """
-    if plan.config.grouped != (groups is not None):
-        found = "and found none" if groups is None else "for a grouped plan only"
-        raise ValueError(f"topk: expected groups {found}; plan: {plan}.")
+    for name, given, wanted in (("groups", groups, plan.config.grouped), ("gather", gather, plan.config.world > 1)):
+        if wanted != (given is not None):
+            found = "and found none" if given is None else "only for a plan that has it"
+            raise ValueError(f"topk: expected {name} {found}; plan: {plan}.")
     listed = (groups.offsets, groups.pairs, groups.active, groups.num_active, groups.arrived) if groups else ()
-    get(plan.spec, plan.arch)(bias, logits, num_tokens, ids, weights, *listed, stream=stream)
+    gathered = (gather.z_own, gather.z, *posted.arguments(plan, gather.mailbox)) if gather else ()
+    compiled(plan)(bias, logits, num_tokens, ids, weights, *listed, *gathered, stream=stream)
 
 
 def specs() -> list[KernelSpec]:
@@ -277,5 +312,7 @@ def specs() -> list[KernelSpec]:
     choices = [topk_spec(TopkConfig(1))] + [
         topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
     ]
+    gathering = (TopkConfig(1, world=8, latent=3584), TopkConfig(64, grouped=True, world=8, latent=3584))
+    choices += map(topk_spec, (*gathering, TopkConfig(3, 48, 4, grouped=True, world=4, latent=80)))
     rings = [replace(c, tactic=ring_tactic(sum(c.rows), (c.columns,), c.tokens, chunk=256)) for c in served[:2]]
     return [spec(config) for config in [Config(3, 256, 48, 80, 32), *served, *rings]] + choices

@@ -1,4 +1,6 @@
-"""Device half of the choice of experts: sigmoid scores, the k largest of score + bias, their weights, and pairs by expert."""
+"""Device half of the choice of experts: the ranks' shares put together, sigmoid scores, the k largest of score + bias, their
+weights, and pairs by expert.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,69 @@ from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ptx import sigmoid, warp_max_u32, warp_min_u32
-from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+from ..device.exchange import Exchange, Post
+from ..device.ptx import opaque, sigmoid, warp_max_u32, warp_min_u32
+from ..order import Dynamic, Ordered, Output, Static, dependency_wait, release_dependents
 
 COUNTERS = 8  # threads that share the count for one candidate
+
+
+class Gathering:
+    """A token's logits and latent z, of which every rank has a share, as one thread sees them. A word is a logit, or two columns
+    of z; a sender's words lie in its mailbox as in its own tensors, those of z behind those of the logits.
+    """
+
+    def __init__(self, config: Any, row: Any, token: Ordered, logits: Dynamic, gather: Any) -> None:
+        z_own, z, *post = gather
+        self.config, self.row = config, row
+        self.exchange = Exchange(config.world, config.bound_ns, token, Post(*post))
+        self.rank = self.exchange.post.rank
+        self.logits, self.z_own, self.z = (recast(tensor.after(token), Uint32) for tensor in (logits, z_own, z))
+        self.share, self.z_share = config.shares
+        self.behind = config.tokens * self.share
+
+    def send(self) -> None:
+        """All words of this rank to all others."""
+        logits = [(peer, self.row * self.share + i, inside) for peer, i, inside in self._others(self.share)]
+        latent = [(peer, self.row * self.z_share + i, inside) for peer, i, inside in self._others(self.z_share)]
+        words = [(peer, at, self.logits[at], inside) for peer, at, inside in logits]
+        words += [(peer, self.behind + at, self.z_own[at], inside) for peer, at, inside in latent]
+        boxes = [self.exchange.box_of(peer) for peer, *_ in words]
+        for box, (_, at, word, inside) in zip(boxes, words, strict=True):
+            self.exchange.send(box, at, word, inside)
+
+    def logit(self, expert: Any) -> Float32:
+        """Of any expert."""
+        owner, at = expert // self.share, self.row * self.share + expert % self.share
+        own = self.logits[at]
+        (word,) = self.exchange.receive([owner], at, owner != self.rank)
+        return Uint32(select_(owner == self.rank, own, word)).bitcast(Float32)
+
+    def write_latent(self) -> None:
+        """The whole z of this token: its words have come while the choice was made."""
+        first, behind = self.row * self.z_share, self.behind + self.row * self.z_share
+        own, others = self._dealt(0, 1, self.z_share), self._others(self.z_share)
+        words = [self.z_own[first + i] for _, i, _ in own]
+        senders, indices = [peer for peer, *_ in others], [behind + i for _, i, _ in others]
+        words += self.exchange.receive(senders, indices, others[0][2])
+        for (peer, i, inside), word in zip(own + others, words, strict=True):
+            at = self.z.iterator + ((self.row * self.config.world + peer) * self.z_share + i)
+            inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[at, word], predicate=inside)
+
+    def _others(self, share: int) -> list[tuple[Any, Any, Any]]:
+        return self._dealt(1, self.config.world - 1, share)
+
+    def _dealt(self, after: int, ranks: int, share: int) -> list[tuple[Any, Any, Any]]:
+        """`share` words of each of so many ranks, from so far after this one, dealt to the block's threads: rank, word of the
+        share, and whether there is one. Threads past the end repeat the last.
+        """
+        thread = opaque(cute.arch.thread_idx()[0])  # a predicate must be a register, whatever is known about it
+        count, threads, found = ranks * share, self.config.threads, []
+        for i in range(-(-count // threads)):
+            item = cutlass.min(thread + i * threads, count - 1)
+            rank = (self.rank + after + item // share) % self.config.world
+            found.append((rank, item % share, thread + i * threads < count))
+        return found
 
 
 @cute.kernel
@@ -25,6 +86,7 @@ def _topk(
     ids: Output,
     weights: Output,
     groups: Any,
+    gather: Any,
     config: cutlass.Constexpr,
 ):
     """One block for a token, one thread for an expert.
@@ -54,13 +116,21 @@ def _topk(
 
     token = dependency_wait()
     live = row < num_tokens.after(token)[0]
-    score = sigmoid(logits.after(token)[row, expert])
+    if cutlass.const_expr(config.world > 1):
+        gathering = Gathering(config, row, token, logits, gather)
+        gathering.send()
+        logit = gathering.logit(expert)
+    else:
+        logit = logits.after(token)[row, expert]
+    score = sigmoid(logit)
     key = sortable(score + offset)
     if thread >= experts:
         key = Uint32(0)
     scores[expert] = score
     maxima[warp] = warp_max_u32(key)
     cute.arch.sync_threads()
+    if cutlass.const_expr(config.world > 1):
+        gathering.exchange.arrive(config.tokens)
 
     bound = Uint32(0)
     if cutlass.const_expr(experts >= 32 * k):
@@ -77,7 +147,7 @@ def _topk(
 
     candidates = count[0]
     out_ids = ids.after(token)
-    at_once = cutlass.const_expr(-(-experts // 32) * 32 // COUNTERS)
+    at_once = cutlass.const_expr(config.threads // COUNTERS)
     for first in cutlass.range(0, candidates, at_once, unroll=1):
         candidate = first + thread // COUNTERS
         mine, place = listed[cutlass.min(candidate, candidates - 1)], Int32(0)
@@ -105,7 +175,7 @@ def _topk(
 
     if cutlass.const_expr(config.grouped):
         offsets, pairs, active, num_active, arrived = (tensor.after(token) for tensor in groups)
-        if thread == at_once * COUNTERS - 1:  # behind the barrier, so this block's ids are written: the count publishes them
+        if thread == config.threads - 1:  # behind the barrier, so this block's ids are written: the count publishes them
             before = cute.arch.atomic_add(arrived.iterator, Int32(1), sem="acq_rel", scope="gpu")
             count[1] = Int32(before == config.tokens - 1)
         cute.arch.sync_threads()
@@ -114,6 +184,9 @@ def _topk(
                 arrived[0] = Int32(0)  # for the next launch
             buffers = (out_ids, offsets, pairs, active, num_active)
             group_pairs(config, buffers, num_tokens.after(token)[0], masks, recast(scores, Int32), maxima)
+
+    if cutlass.const_expr(config.world > 1):
+        gathering.write_latent()
 
 
 def set_maximum(maxima: Any, lane: Any, warps: int, sets: int) -> Any:
@@ -128,7 +201,7 @@ def set_maximum(maxima: Any, lane: Any, warps: int, sets: int) -> Any:
 
 
 def recast(tensor: Any, dtype: Any) -> Any:
-    """A tensor of shared memory as a flat one of another type."""
+    """A tensor as a flat one of another type."""
     count = cute.size(tensor) * tensor.element_type.width // dtype.width
     return cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=dtype), cute.make_layout(count))
 
@@ -156,7 +229,7 @@ def group_pairs(config: cutlass.Constexpr, buffers: Any, live_tokens: Int32, mas
     ids, offsets, pairs, active, num_active = buffers
     thread, _, _ = cute.arch.thread_idx()
     lane, warp, experts, k = thread % 32, thread // 32, config.experts, config.top_k
-    threads = cutlass.const_expr(-(-experts // 32) * 32)
+    threads = cutlass.const_expr(config.threads)
     warps = cutlass.const_expr(threads // 32)
     turns = cutlass.const_expr(-(-config.tokens * k // threads))
     own_pairs = cute.make_rmem_tensor(turns, Int32)  # the experts of this thread's pairs
@@ -212,13 +285,14 @@ def sortable(value: Any) -> Any:
 
 
 def topk(
-    config: Any, bias: Static, logits: Dynamic, num_tokens: Dynamic, ids: Output, weights: Output, *groups_and_stream: Any
+    config: Any, bias: Static, logits: Dynamic, num_tokens: Dynamic, ids: Output, weights: Output, *others_and_stream: Any
 ) -> None:
-    *groups, stream = groups_and_stream
-    threads = -(-config.experts // 32) * 32
-    _topk(bias, logits, num_tokens, ids, weights, tuple(groups), config).launch(
+    *others, stream = others_and_stream
+    listed = 5 if config.grouped else 0
+    groups, gather = tuple(others[:listed]), tuple(others[listed:])
+    _topk(bias, logits, num_tokens, ids, weights, groups, gather, config).launch(
         grid=[config.tokens, 1, 1],
-        block=[threads, 1, 1],
+        block=[config.threads, 1, 1],
         min_blocks_per_mp=1,
         preferred_smem_carveout=100,
         stream=stream,
