@@ -375,7 +375,7 @@ def write_tables(folder: Path, results: list[dict[str, Any]], arch: str, source:
     """For every slice and batch the tactics of the fastest chain into the ops' tactics.json: a matmul is never alone in a step.
     `us` and `incumbent_us` are what the kernel costs its chain and the default's, `chain_us` the whole layer.
     """
-    sizes = ("rows", "columns", "latent", "experts", "shared")
+    sizes = ("rows", "columns", "latent", "experts", "shared", "world")
     fresh: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     for s, batch in dict.fromkeys((r["slice"], r["batch"]) for r in results):
         case = [r for r in results if (r["slice"], r["batch"]) == (s, batch) and r["finite"]]

@@ -67,7 +67,7 @@ def cases(slices: list[str], batches: list[int], quick: bool) -> Iterator[Case]:
                 variants[matmuls.name(config.tactic)] = lambda i, plan=plan, s=s, scratch=scratch: op.run(
                     plan, s["r"], s["hidden"], s["norm"], s["up"][i], s["down"][i], s["delta"], scratch
                 )
-            label = {"slice": slice_, "batch": tokens, "rows": ROWS, "latent": LATENT, "shared": shared}
+            label = {"slice": slice_, "batch": tokens, "rows": ROWS, "latent": LATENT, "shared": shared, "world": 1}
             yield Case(label, moved, variants, copies, "stock (4 launches)")
             del s, variants, incumbent
 
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     options = matmuls.options("moe_tail", SHARED).parse_args()
     slices, batches = options.slices.split(","), matmuls.batches(options)
     every = [c for n in slices for t in batches for c in configs(t, SHARED[n], options.quick)]
-    matmuls.run("moe_tail", options, every, op.spec, cases(slices, batches, options.quick), ("rows", "latent", "shared"))
+    matmuls.run("moe_tail", options, every, op.spec, cases(slices, batches, options.quick), ("rows", "latent", "shared", "world"))

@@ -1,4 +1,6 @@
-"""`moe_tail`: refusals and compilation anywhere; numbers, poisoned outputs and graph replay on a GPU."""
+"""`moe_tail`: refusals, compilation, and ranks against each other on a machine in software; numbers, poisoned outputs and graph
+replay on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from bulk_machine import run as run_ptx
+from bulk_machine import run_ranks
 from yardstick import check_error, played, replay_with, scratch_of
 
+from vllm.model_executor.models.kimi_k3_fast.comm import Box
+from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
 from vllm.model_executor.models.kimi_k3_fast.ops import build, single
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_tail as op
 from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
@@ -33,6 +38,20 @@ LIBRARYS = [
     op.Config(64, 80, 64, 128),
     op.Config(2, 32, 4160, 64, tactic=LIBRARY),  # more columns than the norm's threads take at once
 ]
+PRODUCTS = [op.Config(5, 80, 320, 64, normed=True, pitch=648, tactic=LIBRARY), op.Config(64, 80, 64, 128, normed=True)]
+NORMED = [  # r comes normalised; rows of the up-projection lie further apart than they are long
+    op.Config(3, 80, 256, 64, normed=True, pitch=320),
+    op.Config(9, 96, 192, 128, normed=True, pitch=392, tactic=Tactic(groups=2, splits=2, k_warps=2, tiles=3)),
+    *(replace(c, normed=True, pitch=c.latent + 72) for c in (SMALL[3], *SMALL[-3:])),
+    op.Config(17, 96, 192, 128, normed=True, pitch=256, tactic=Tactic(2, splits=2, k_warps=2, tiles=3, stages=3)),
+]
+RANKS = [  # small blocks, a cluster, a ring, a ring of clusters and stages, in one shot and two
+    replace(c, pitch=2 * c.latent + 64, world=2, shots=shots)
+    for c in (NORMED[0], NORMED[1], replace(NORMED[3], rows=89), NORMED[-2], NORMED[-1])
+    for shots in (1, 2)
+]
+RANKS += [op.Config(1, 80, 64, 64, normed=True, pitch=256, world=4, shots=shots) for shots in (1, 2)]
+BOUND_NS = 300_000_000
 
 
 def test_reference_agrees_with_the_plain_form() -> None:
@@ -47,6 +66,15 @@ def test_the_served_shapes_are_covered(shared: int, tokens: int) -> None:
     assert op.unavailable_reason(op.Config(tokens, 7168, 3584, shared), "sm_90a") is None
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_served_shares_are_covered(world: int, tokens: int) -> None:
+    config = op.Config(tokens, 7168, 3584 // world, 6144 // world, normed=True, pitch=3584, world=world)
+    plan = op.plan(config, "sm_90a")
+    assert plan.words == config.words >= tokens * 7168 / (world if config.two_shot else 2) and not plan.scratch_shapes()
+    assert op.plan(replace(config, world=1), "sm_90a").words == 0
+
+
 def test_refuses_what_it_cannot_compute() -> None:
     assert op.unavailable_reason(SMALL[0], "sm_80").reason is Reason.OP_ARCH
     by_library = op.Config(65, 80, 256, 64, tactic=LIBRARY)
@@ -56,6 +84,14 @@ def test_refuses_what_it_cannot_compute() -> None:
         op.Config(1, 80, 256, 64, r_dtype="f16"),
         by_library,
         replace(by_library, tokens=64, r_dtype="f32"),
+        replace(SMALL[0], world=2),  # not normalised
+        replace(NORMED[0], r_dtype="f32"),
+        replace(NORMED[0], pitch=255),
+        replace(NORMED[0], pitch=260),
+        replace(RANKS[0], world=3),
+        replace(RANKS[0], shots=3),
+        replace(RANKS[0], tactic=LIBRARY),
+        replace(RANKS[0], rows=7168, tactic=Tactic(groups=133, tiles=4)),
     ):
         assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
 
@@ -73,7 +109,23 @@ def test_the_librarys_products_and_the_norm(
         op.run(plan, **case, delta=delta)
 
 
-@pytest.mark.parametrize("config", [*SMALL, LIBRARYS[0]], ids=str)
+@pytest.mark.parametrize("config", PRODUCTS, ids=str)
+def test_the_librarys_products_of_a_normalised_share(config: op.Config) -> None:
+    plan, (case,) = op.plan(config, "sm_90a"), _shares(config, 7, "cpu")
+    assert plan.spec is None and plan.words == 0 and "library" in str(plan)
+    delta = torch.full((config.tokens, config.rows), float("nan"), dtype=torch.bfloat16)
+    op.run(plan, **case, delta=delta)
+    check_error(delta, *_expected([case]))
+
+
+def test_a_mailbox_that_does_not_fit_is_refused() -> None:
+    plan, (case, _) = op.plan(RANKS[0], "sm_90a"), _shares(RANKS[0], 0, "cpu")
+    for box in (None, Box(0, Layout(2, plan.words - 1), torch.zeros(1), torch.zeros(2), torch.zeros(2))):
+        with pytest.raises(ValueError, match=f"2 ranks and {plan.words} words"):
+            op.run(plan, **case, delta=torch.zeros(1), mailbox=box)
+
+
+@pytest.mark.parametrize("config", [*SMALL, LIBRARYS[0], *NORMED, *RANKS], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
 
@@ -84,7 +136,7 @@ def _ring(tokens: int) -> op.Config:
     return op.Config(tokens, 7168, 3584, 768, tactic=ring_tactic(7168, (3584, 768), tokens, splits=splits, chunk=chunk))
 
 
-def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor]:
+def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -96,10 +148,85 @@ def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0
     return {
         "r": r.to(build.DTYPES[config.r_dtype][1]),
         "hidden": draw(config.tokens, config.shared).bfloat16(),
-        "norm": (1 + 0.3 * draw(config.latent)).bfloat16(),
+        "norm": None if config.normed else (1 + 0.3 * draw(config.latent)).bfloat16(),
         "up": (draw(config.rows, config.latent) / config.latent**0.5).bfloat16(),
         "down": (draw(config.rows, config.shared) / config.shared**0.5).bfloat16(),
     }
+
+
+def _shares(config: op.Config, seed: int, device: str = "cuda") -> list[dict[str, torch.Tensor | None]]:
+    """What each rank has of a layer with a normalised r. Its columns of the up-projection stand last in memory, and behind them
+    those of the ranks after it; the others are NaN.
+    """
+    world, latent, shared = config.world, config.latent, config.shared
+    whole = _case(replace(config, latent=world * latent, shared=world * shared, world=1), seed, device)
+    found = []
+    for rank in range(world):
+        of_latent, of_shared = (slice(rank * size, (rank + 1) * size) for size in (latent, shared))
+        first = (config.pitch or latent) - (world - rank) * latent
+        up = torch.full((config.rows, config.pitch or latent), float("nan"), device=device, dtype=torch.bfloat16)
+        up[:, first : first + latent] = whole["up"][:, of_latent]
+        own = {"r": whole["r"][:, of_latent].contiguous(), "up": up[:, first : first + latent], "norm": None}
+        found.append(own | {name: whole[name][:, of_shared].contiguous() for name in ("hidden", "down")})
+    return found
+
+
+def _expected(shares: list[dict[str, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole layer in float64, its shares put together; and its plain form, the shares' in bf16 summed in bf16."""
+    whole = {name: torch.cat([own[name] for own in shares], 1) for name in ("r", "hidden", "up", "down")}
+    parts = [reference.torch_form(**own, eps=0.0) for own in shares]
+    return reference.tail(**whole, norm=None, eps=0.0), sum(parts[1:], parts[0])
+
+
+@pytest.mark.parametrize("config", NORMED, ids=str)
+def test_a_normalised_share_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+    (case,), tactic = _shares(config, 6, "cpu"), config.shape.tactic
+    delta = torch.full((config.tokens, config.rows), float("nan")).bfloat16()
+    grid = (tactic.groups * tactic.splits,)
+    run_ptx(op.spec(config), {**case, "delta": delta}, grid, seed=config.tokens, cluster=tactic.splits)
+    check_error(delta, *_expected([case]))
+
+
+def _on_machine(config: op.Config) -> list[dict[str, torch.Tensor | int | None]]:
+    """What each rank has by name besides its share, the mailboxes before their first epoch."""
+    layout = Layout(config.world, config.words)
+    return [
+        {
+            "delta": torch.empty(config.tokens, config.rows, dtype=torch.bfloat16),
+            "peers": torch.zeros(config.world, dtype=torch.int64),
+            "box": torch.zeros(layout.bytes // 4, dtype=torch.int32),
+            "epoch": torch.zeros(2, dtype=torch.int32),
+            "rank": rank,
+            "words": layout.words,
+        }
+        for rank in range(config.world)
+    ]
+
+
+@pytest.mark.parametrize("config", RANKS, ids=str)
+def test_ranks_sum_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+    """Two calls over the same mailboxes: each must see its own epoch's words."""
+    tactic, ranks = config.shape.tactic, _on_machine(config)
+    for call in range(2):
+        shares = _shares(config, call, "cpu")
+        for own, fresh in zip(ranks, shares, strict=True):
+            own |= fresh
+            own["delta"].fill_(float("nan"))
+        run_ranks(op.spec(config), ranks, (tactic.groups * tactic.splits,), cluster=tactic.splits, seed=call)
+        check_error(ranks[0]["delta"], *_expected(shares))
+        for own in ranks:
+            assert torch.equal(own["delta"], ranks[0]["delta"]), "ranks hold different bits"
+            assert own["epoch"].tolist() == [call + 1, 0] and own["box"][0] == 0
+
+
+@pytest.mark.parametrize("config", RANKS[:2], ids=str)
+def test_a_rank_that_never_comes_is_named_to_all(config: op.Config, shared_store: build.Store) -> None:
+    config = replace(config, bound_ns=2000)
+    tactic = config.shape.tactic
+    ranks = [own | share for own, share in zip(_on_machine(config), _shares(config, 0, "cpu"), strict=True)]
+    run_ranks(op.spec(config), ranks, (tactic.groups * tactic.splits,), cluster=tactic.splits, missing=1)
+    assert [int(own["box"][0]) for own in ranks] == [2, 2], "1 + the rank that is lost"
+    assert ranks[0]["delta"].isnan().all()
 
 
 @pytest.mark.parametrize("config", SMALL[-3:], ids=str)

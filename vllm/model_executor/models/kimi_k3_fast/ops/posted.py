@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..comm import Box
 from ..reasons import Refusal
@@ -41,7 +41,18 @@ def params(world: int) -> tuple[Param, ...]:
     )
 
 
-def arguments(plan: Plan, mailbox: Box | None) -> tuple[Any, ...]:
+class Posting(Protocol):
+    """What a plan has whose kernel takes a mailbox, whatever else it knows."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def spec(self) -> KernelSpec | None: ...
+    @property
+    def words(self) -> int: ...
+
+
+def arguments(plan: Posting, mailbox: Box | None) -> tuple[Any, ...]:
     """The mailbox as the kernel takes it. Raises ValueError where it does not fit the plan."""
     if mailbox is None or mailbox.layout.world != plan.config.world or mailbox.layout.words < plan.words:
         found = mailbox.layout if mailbox else None

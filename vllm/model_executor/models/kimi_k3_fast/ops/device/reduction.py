@@ -33,7 +33,7 @@ class Item:
     pair: Any  # number of the pair in its group
     inside: Any  # this lane's row exists
     either: Any  # a row of the pair exists
-    old: Any  # what the target held before
+    old: Any  # what the target held before, where it is added to
 
 
 class Target:
@@ -44,15 +44,15 @@ class Target:
     def __init__(self, tensor: Any, add: bool = False) -> None:
         self.tensor, self.add, self.rows = tensor, add, tensor.shape[1]
 
-    def read(self, token: Any, row: Any) -> Float32:
+    def read(self, token: Any, row: Any) -> Float32 | None:
         if not self.add:
-            return Float32(0.0)
+            return None
         return self.tensor[token, cutlass.min(row, self.rows - 1)].to(Float32)
 
     def put(self, item: Item, y: Any) -> None:
         """target = y, or bf(target + y); y is rounded to BF16 first, as the model rounds it."""
         y = y.to(BFloat16).to(Float32)
-        store_bf16(self.tensor.iterator + (item.token * self.rows + item.row), item.old + y, item.inside)
+        store_bf16(self.tensor.iterator + (item.token * self.rows + item.row), item.old + y if self.add else y, item.inside)
 
 
 def _across(value: Any) -> Any:

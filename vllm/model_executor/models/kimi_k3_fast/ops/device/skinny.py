@@ -83,12 +83,11 @@ class Block:
         """Where this lane starts in its two rows of a tile. Rows past the share are its last row again: the same line, no
         extra traffic.
         """
-        k = weight.shape[1]
         index = self.rows.first + (self.row_warp * self.tactic.tiles + tile) * self.rows.per_tile + self.quad
         last = self.rows.last - 1
         half = self.rows.pair or TILE // 2
         rows = [min(index, last), min(index, last) + half] if self.rows.pair else [min(index, last), min(index + half, last)]
-        return [weight.iterator + (row * k + self.slot * 8) for row in rows]
+        return [weight.iterator + (row * weight.stride[0] + self.slot * 8) for row in rows]
 
     def _unit(self, p: int, j: int) -> Any:
         """Column unit of step `j`; a padding unit reads the last one again and meets zeros in the activation."""
@@ -128,9 +127,9 @@ class Block:
                 continue
             unit = self.rank * part.share + first
             units = min(min(last, part.share) - first, part.units - unit)
-            row, k = self._row(self.thread), weight.shape[1]
+            row = self._row(self.thread)
             wanted = (self.thread < self.tactic.rows) & (units > 0)
-            prefetch_bytes(weight.iterator + (row * k + unit * UNIT), units * (UNIT * 2), wanted)
+            prefetch_bytes(weight.iterator + (row * weight.stride[0] + unit * UNIT), units * (UNIT * 2), wanted)
 
     def _row(self, index: Any) -> Any:
         """Row of the matrix behind row `index` of this block's tiles."""

@@ -1,11 +1,17 @@
-"""`moe_tail`: delta = RMSNorm(r) Wup^T + hidden Wdown^T, the end of a LatentMoE layer on one rank.
+"""`moe_tail`: delta = RMSNorm(r) Wup^T + hidden Wdown^T, the end of a LatentMoE layer.
 
 r [T, L] is the experts' weighted sum in the latent space (already reduced over ranks), hidden [T, S] the shared experts'
 activation. Both products add into the same rows, so they are one matmul over K = L + S: one launch reads both matrices, and the
-sum is rounded once. The norm's factor is one number per token and is applied between the two parts. With tensor parallelism the
-up-projection may be a shard of rows or a share of K; the caller passes what this rank owns, and reduces delta.
+sum is rounded once. The norm's factor is one number per token and is applied between the two parts.
 
-For many tokens: a kernel for the norm and two products of the library, of which the second adds to the first.
+    delta = bf(sum over ranks of bf(r_i Wup_i^T + hidden_i Wdown_i^T))
+
+With several ranks r_i is rank i's share of the columns of RMSNorm(r), normalised by whoever summed it, and Wup_i these columns of
+the whole up-projection, in place. The sum over ranks happens in the same launch, as in `oproj`, in the order of ranks: equal bits
+on all.
+
+For many tokens of one rank: a kernel for the norm, where it is to be done, and two products of the library, of which the second
+adds to the first.
 """
 
 from __future__ import annotations
@@ -16,17 +22,22 @@ from pathlib import Path
 
 import torch
 
+from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from .. import library, measured
+from .. import library, measured, posted, single
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
 from ..library import LIBRARY, Library
-from ..single import Plan, compiled, find_scratch, make
+from ..pairs import Pairs
+from ..single import compiled, find_scratch
 from ..skinny import Shape, Tactic, default_tactic, ring_tactic
 
 
 @dataclass(frozen=True)
-class Config:
-    """`rows`: D of the matrices here; `latent`: L; `shared`: S of this rank. `r_dtype`: "bf16" or "f32"."""
+class Config(Pairs):
+    """`rows`: D of the matrices; `latent`: L and `shared`: S of this rank. `r_dtype`: "bf16" or "f32". `normed`: r is normalised
+    already. `pitch`: elements between two rows of the up-projection, 0 for L. `world` ranks; `shots`: 1 or 2, or None for the
+    default of the batch; `bound_ns`: how long to wait for a peer.
+    """
 
     tokens: int
     rows: int
@@ -35,6 +46,11 @@ class Config:
     eps: float = 1e-5
     r_dtype: str = "bf16"
     tactic: Tactic | Library | None = None
+    normed: bool = False
+    pitch: int = 0
+    world: int = 1
+    shots: int | None = None
+    bound_ns: int = BOUND_NS
 
     @property
     def _unmeasured(self) -> Tactic:
@@ -43,11 +59,11 @@ class Config:
 
     @property
     def chosen(self) -> Tactic | Library:
-        """The given tactic, the measured one, or the default."""
+        """The given tactic, the measured one, or the default. The library for one rank alone."""
         found = self.tactic
         if found is None and self.r_dtype == "bf16":
-            sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared}
-            found = measured.tactic(Path(__file__).parent, self.tokens, library=True, **sizes)
+            sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared, "world": self.world}
+            found = measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
         return found or self._unmeasured
 
     @property
@@ -55,6 +71,15 @@ class Config:
         """The geometry of the one launch; of its default where the library multiplies."""
         chosen = self.chosen
         return Shape(self.tokens, (self.latent, self.shared), chosen if isinstance(chosen, Tactic) else self._unmeasured)
+
+
+@dataclass(frozen=True)
+class Plan(single.Plan):
+    """As any op's of one launch, and the mailbox words that it needs."""
+
+    @property
+    def words(self) -> int:
+        return self.config.words
 
 
 @dataclass(frozen=True)
@@ -70,31 +95,42 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"moe_tail: expected one of {', '.join(ARCHS)}, found {arch}")
-    if config.r_dtype not in ("bf16", "f32"):
-        return Refusal(Reason.OP_SHAPE, f"moe_tail: expected r in bf16 or f32, found {config.r_dtype}")
-    by_library = isinstance(config.chosen, Library)
-    if config.r_dtype == "f32" and (by_library or config.shape.tactic.stages):
-        return Refusal(Reason.OP_SHAPE, "moe_tail: expected r in bf16 for the library or for a kernel of stages, found f32")
-    problem = library.problem(config.tokens) if by_library else config.shape.uncovered(config.rows)
-    problem = problem or config.shape.problem()
+    problem = _problem(config) or config.shape.problem() or config.exchange_problem()
     return Refusal(Reason.OP_SHAPE, f"moe_tail: {problem}") if problem else None
 
 
-def spec(config: Config) -> KernelSpec:
-    """The one launch, or the norm's where the library multiplies."""
+def _problem(c: Config) -> str | None:
+    if c.r_dtype not in ("bf16", "f32"):
+        return f"expected r in bf16 or f32, found {c.r_dtype}"
+    by_library = isinstance(c.chosen, Library)
+    if c.r_dtype == "f32" and (by_library or c.normed or c.shape.tactic.stages):
+        return "expected r in bf16 for the library, for a kernel of stages and where r is normalised already, found f32"
+    if c.pitch and (c.pitch % 8 or c.pitch < c.latent):
+        return f"expected rows of whole 16 bytes that hold {c.latent} columns, found a pitch of {c.pitch}"
+    if c.world > 1 and (by_library or not c.normed):
+        return f"expected a kernel and a normalised r where {c.world} ranks sum in one launch, found {c}"
+    return library.problem(c.tokens) if by_library else c.shape.uncovered(c.rows)
+
+
+def spec(config: Config) -> KernelSpec | None:
+    """The one launch; where the library multiplies the norm's, or None where r is normalised already."""
     t, d, latent, shared = config.tokens, config.rows, config.latent, config.shared
     if isinstance(config.chosen, Library):
-        return norm_spec(NormConfig(t, latent, config.eps))
+        return None if config.normed else norm_spec(NormConfig(t, latent, config.eps))
     config = replace(config, tactic=config.shape.tactic)
     params = (
-        Param("up", "bf16", (d, latent), STATIC),
+        Param("up", "bf16", (d, latent), STATIC, strides=(config.pitch or latent, 1)),
         Param("down", "bf16", (d, shared), STATIC),
-        Param("norm", "bf16", (latent,), STATIC),
+        *(() if config.normed else (Param("norm", "bf16", (latent,), STATIC),)),
         Param("r", config.r_dtype, (t, latent), ACTIVATION),
         Param("hidden", "bf16", (t, shared), ACTIVATION),
         Param("delta", "bf16", (t, d), OUTPUT),
+        *(posted.params(config.world) if config.world > 1 else ()),
     )
-    return KernelSpec("bf16_norm_skinny", "moe_tail", config, f"{__name__}.cute:bf16_norm_skinny", params)
+    name = "bf16_tail" if config.normed else "bf16_norm_skinny"
+    if config.world > 1:
+        name = "bf16_tail_two_shot" if config.two_shot else "bf16_tail_one_shot"
+    return KernelSpec(name, "moe_tail", config, f"{__name__}.cute:bf16_tail", params)
 
 
 def norm_spec(config: NormConfig) -> KernelSpec:
@@ -108,35 +144,46 @@ def norm_spec(config: NormConfig) -> KernelSpec:
 
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    normed = {"normed": ((config.tokens, config.latent), "bf16")} if isinstance(config.chosen, Library) else {}
-    return make(config, arch, unavailable_reason(config, arch), spec, normed)
+    refusal = unavailable_reason(config, arch)
+    if refusal:
+        raise ValueError(str(refusal))
+    by_library = isinstance(config.chosen, Library) and not config.normed
+    scratch = {"normed": ((config.tokens, config.latent), "bf16")} if by_library else {}
+    return Plan(config, arch, spec(config), scratch)
 
 
 def run(
     plan: Plan,
     r: torch.Tensor,
     hidden: torch.Tensor,
-    norm: torch.Tensor,
+    norm: torch.Tensor | None,
     up: torch.Tensor,
     down: torch.Tensor,
     delta: torch.Tensor,
     scratch: Mapping[str, torch.Tensor] | None = None,
+    mailbox: Box | None = None,
     stream: int | None = None,
 ) -> None:
-    """r [T, L], hidden [T, S], norm [L], up [D, L], down [D, S] -> delta [T, D] bf16, overwritten. scratch: the tensors of
-    `plan.scratch_shapes()`; raises ValueError where one is missing.
+    """r [T, L], hidden [T, S], norm [L], up [D, L] with rows `pitch` apart, down [D, S] -> delta [T, D] bf16, overwritten. norm:
+    not used where r is `normed`. scratch: the tensors of `plan.scratch_shapes()`. mailbox: where several ranks sum; delta is then
+    alike on all of them. Raises ValueError where one is missing or does not fit.
     """
-    if not isinstance(plan.config.chosen, Library):
-        compiled(plan)(up, down, norm, r, hidden, delta, stream=stream)
+    config = plan.config
+    if not isinstance(config.chosen, Library):
+        norms = () if config.normed else (norm,)
+        post = posted.arguments(plan, mailbox) if config.world > 1 else ()
+        compiled(plan)(up, down, *norms, r, hidden, delta, *post, stream=stream)
         return
-    (normed,) = find_scratch(plan, scratch)
-    compiled(plan)(norm, r, normed, stream=stream)
-    library.multiply(normed, up, delta, stream)
+    if not config.normed:
+        (normed,) = find_scratch(plan, scratch)
+        compiled(plan)(norm, r, normed, stream=stream)
+        r = normed
+    library.multiply(r, up, delta, stream)
     library.add_product(hidden, down, delta, stream)
 
 
 def specs() -> list[KernelSpec]:
-    """A TP8 rank, one shape for each way through the kernel, and a small one."""
+    """A TP8 rank alone and one of eight that sum, one shape for each way through the kernel, and small ones."""
     sizes = 7168, 3584, 768
     served = [
         Config(1, *sizes),
@@ -144,4 +191,7 @@ def specs() -> list[KernelSpec]:
         Config(64, *sizes, tactic=LIBRARY),
     ]
     rings = [Config(t, *sizes, tactic=ring_tactic(7168, sizes[1:], t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
-    return [spec(config) for config in [Config(3, 80, 256, 64), *served, *rings]]
+    small = [Config(3, 80, 256, 64), Config(3, 80, 256, 64, normed=True)]
+    small += [Config(3, 160, 256, 64, normed=True, pitch=1024, world=w, shots=s) for w, s in ((2, 1), (2, 2), (4, 2))]
+    ranks = [Config(t, 7168, 448, 768, normed=True, pitch=3584, world=8) for t in (1, 8, 64)]
+    return [found for config in [*small, *served, *rings, *ranks] if (found := spec(config))]

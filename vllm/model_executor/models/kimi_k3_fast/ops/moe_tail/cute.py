@@ -1,4 +1,6 @@
-"""Device half of `moe_tail`: the latent norm, the up-projection and the shared experts' down-projection as one matmul along K."""
+"""Device half of `moe_tail`: the latent norm, the up-projection and the shared experts' down-projection as one matmul along K.
+The sum over ranks is `ops/device/reduction.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +9,65 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
+from ..device.exchange import Post
 from ..device.ptx import store_bf16
-from ..device.skinny import Rows, Smem, even_share
+from ..device.reduction import Reduction, Target
+from ..device.skinny import Block, Rows, Smem, even_share
 from ..device.streamed import make_block
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 
+def _multiply(block: Block, config: Any, weight: Any, r: Any, hidden: Any) -> None:
+    """Both products. weight: as `Block.norm_words` gives it, None where r is normalised already."""
+    if weight is None:
+        block.stage(0, r)
+        block.stage(1, hidden)
+        block.multiply(0, pending=1)
+    else:
+        block.stage(1, hidden)
+        block.stage_normalised(0, r, weight)
+        block.multiply(0, staged=True)
+        block.scale(block.inverse_rms(config.eps, config.latent))
+    block.multiply(1)
+
+
 @cute.kernel
-def _tail(up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, delta: Output, config: cutlass.Constexpr):
+def _tail(
+    up: Static,
+    down: Static,
+    norms: tuple[Static, ...],
+    r: Dynamic,
+    hidden: Dynamic,
+    delta: Output,
+    post: tuple[Any, ...],
+    config: cutlass.Constexpr,
+):
+    """norms: the norm's weight, or nothing. post: of one of several ranks the fields of its `Post`, or nothing."""
     shape = config.shape
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     first, last = even_share(config.rows, shape.tactic.groups, group)
-    block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape), norm=norm.early())
-    weight = block.norm_words(0, norm.early())
+    norm = None if config.normed else norms[0].early()
+    block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape), norm=norm)
+    weight = None if config.normed else block.norm_words(0, norm)
     release_dependents()
     token = dependency_wait()
-    block.stage(1, hidden.after(token))
-    block.stage_normalised(0, r.after(token), weight)
-    block.multiply(0, staged=True)
-    block.scale(block.inverse_rms(config.eps, config.latent))
-    block.multiply(1)
     out = delta.after(token)
-    block.reduce(lambda t, row, value, inside: store_bf16(out.iterator + (t * config.rows + row), value(0), inside))
+    if cutlass.const_expr(config.world > 1):
+        reduction = Reduction(config, token, Target(out), Post(*post), group, first)
+        _multiply(block, config, weight, r.after(token), hidden.after(token))
+        block.reduce(reduction.emit)
+        reduction.finish()
+    else:
+        _multiply(block, config, weight, r.after(token), hidden.after(token))
+        block.reduce(lambda t, row, value, inside: store_bf16(out.iterator + (t * config.rows + row), value(0), inside))
 
 
-def bf16_norm_skinny(
-    config: Any, up: Static, down: Static, norm: Static, r: Dynamic, hidden: Dynamic, delta: Output, stream: object
-) -> None:
+def bf16_tail(config: Any, up: Static, down: Static, *args: Any) -> None:
+    norms, rest = ((), args) if config.normed else (args[:1], args[1:])
+    r, hidden, delta, *post, stream = rest
     tactic = config.shape.tactic
-    _tail(up, down, norm, r, hidden, delta, config).launch(
+    _tail(up, down, norms, r, hidden, delta, tuple(post), config).launch(
         grid=[tactic.groups * tactic.splits, 1, 1],
         block=[tactic.threads, 1, 1],
         cluster=[tactic.splits, 1, 1] if tactic.splits > 1 else None,

@@ -7,20 +7,22 @@ from torch.nn.functional import linear
 
 
 def tail(
-    r: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor, up: torch.Tensor, down: torch.Tensor, eps: float
+    r: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """r [T, L], hidden [T, S], norm [L], up [D, L], down [D, S] -> [T, D] float64, not rounded: RMSNorm(r) up^T + hidden
-    down^T.
+    down^T. norm: None where r is normalised already.
     """
-    r, hidden, norm, up, down = (x.double() for x in (r, hidden, norm, up, down))
-    normed = r * torch.rsqrt(r.square().mean(-1, keepdim=True) + eps) * norm
-    return normed @ up.T + hidden @ down.T
+    r, hidden, up, down = (x.double() for x in (r, hidden, up, down))
+    if norm is not None:
+        r = r * torch.rsqrt(r.square().mean(-1, keepdim=True) + eps) * norm.double()
+    return r @ up.T + hidden @ down.T
 
 
 def torch_form(
-    r: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor, up: torch.Tensor, down: torch.Tensor, eps: float
+    r: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """The same in bf16 as PyTorch writes it: norm rounded, two matmuls rounded, their sum rounded."""
-    x = r.float()
-    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()).bfloat16()
-    return linear(normed, up) + linear(hidden, down)
+    if norm is not None:
+        x = r.float()
+        r = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()).bfloat16()
+    return linear(r, up) + linear(hidden, down)
