@@ -6,21 +6,46 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from ..device.exchange import Exchange, Post
 from ..device.vectors import pack_bf16, unpack_bf16
-from ..order import Dynamic, Output, Peers, dependency_wait, release_dependents
+from ..order import Dynamic, Ordered, Output, Peers, dependency_wait, release_dependents
 
 
-def _sum(words: list[Any]) -> Uint32:
-    """BF16 pairs added up in FP32, in the order given."""
-    even, odd = Float32(0.0), Float32(0.0)
-    for word in words:
-        low, high = unpack_bf16(word)
-        even, odd = even + low, odd + high
-    return pack_bf16(even, odd)
+def load_word(pointer: Any) -> Uint32:
+    return inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
+
+
+def store_word(pointer: Any, word: Uint32, inside: Boolean) -> None:
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, word], predicate=inside)
+
+
+class Group:
+    """The ranks, as one thread sees them."""
+
+    def __init__(self, config: Any, token: Ordered, post: Post) -> None:
+        self.config, self.exchange = config, Exchange(config.world, config.bound_ns, token, post)
+        self.ranks = list(range(config.world))
+        self.boxes = [self.exchange.box_of(r) for r in self.ranks]
+
+    def first_trip(self, x: Any, pairs: list[Any], inside: list[Boolean]) -> None:
+        """Send the pairs of x that are `inside` to who adds them up, and count the block in."""
+        words = [load_word(x + 2 * pair) for pair in pairs]
+        for pair, word, real in zip(pairs, words, inside, strict=True):
+            for box in [self.exchange.box_of(self.config.owner(pair))] if self.config.two_shot else self.boxes:
+                self.exchange.send(box, self.config.word(pair), word, real)
+        cute.arch.sync_threads()
+        self.exchange.arrive(self.config.blocks)
+
+    def total(self, pair: Any, inside: Boolean) -> Uint32:
+        """A pair of x added up over all ranks in FP32, in their order, as BF16."""
+        even, odd = Float32(0.0), Float32(0.0)
+        for word in self.exchange.receive(self.ranks, self.config.word(pair), inside):
+            low, high = unpack_bf16(word)
+            even, odd = even + low, odd + high
+        return pack_bf16(even, odd)
 
 
 @cute.kernel
@@ -38,41 +63,34 @@ def _all_reduce(
     block, _, _ = cute.arch.block_idx()
     release_dependents()
     token = dependency_wait()
-    exchange = Exchange(config.world, config.bound_ns, token, Post(peers, box, epoch, rank, words))
-    ranks = list(range(config.world))
-    boxes = [exchange.box_of(r) for r in ranks]
+    group = Group(config, token, Post(peers, box, epoch, rank, words))
     source, target = x.after(token).iterator, out.after(token).iterator
     pairs = [block * config.threads + thread + i * config.blocks * config.threads for i in range(config.items)]
     # Threads past the end repeat the last word and neither send nor store it.
     inside = [pair < config.pairs for pair in pairs]
     pairs = [cutlass.min(pair, config.pairs - 1) for pair in pairs]
-    load = "ld.global.b32 {$w0}, [{$r0}];"
-    own = [inline_ptx(load, write_only_types=[Uint32], read_only_args=[source + 2 * pair]) for pair in pairs]
-    for pair, word, real in zip(pairs, own, inside, strict=True):
-        if cutlass.const_expr(config.two_shot):
-            exchange.send(exchange.box_of(config.owner(pair)), config.word(pair), word, real)
-        else:
-            for to in boxes:
-                exchange.send(to, config.word(pair), word, real)
-    cute.arch.sync_threads()
-    exchange.arrive(config.blocks)
+    group.first_trip(source, pairs, inside)
     if cutlass.const_expr(config.two_shot):
         for pair, real in zip(pairs, inside, strict=True):
             mine = real & (config.owner(pair) == rank)
-            total = _sum(exchange.receive(ranks, config.word(pair), mine))
-            for to in boxes:
-                exchange.send(to, config.word(pair, second=True), total, mine)
+            total = group.total(pair, mine)
+            for to in group.boxes:
+                group.exchange.send(to, config.second(pair), total, mine)
     for pair, real in zip(pairs, inside, strict=True):
         if cutlass.const_expr(config.two_shot):
-            (word,) = exchange.receive([config.owner(pair)], config.word(pair, second=True), real, relayed=True)
+            (word,) = group.exchange.receive([config.owner(pair)], config.second(pair), real, relayed=True)
         else:
-            word = _sum(exchange.receive(ranks, config.word(pair), real))
-        inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[target + 2 * pair, word], predicate=real)
+            word = group.total(pair, real)
+        store_word(target + 2 * pair, word, real)
 
 
 def bf16_all_reduce(config: Any, *args: Any) -> None:
+    launch(_all_reduce, config, *args)
+
+
+def launch(kernel: Any, config: Any, *args: Any) -> None:
     *tensors, stream = args
-    _all_reduce(*tensors, config).launch(
+    kernel(*tensors, config).launch(
         grid=[config.blocks, 1, 1],
         block=[config.threads, 1, 1],
         preferred_smem_carveout=100,

@@ -10,9 +10,10 @@ from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
+from ..device.norm import inverse_rms, scaled
 from ..device.ptx import store_global
 from ..device.reduce import block_sum
-from ..device.vectors import Words, dot_words, load_words, pack_bf16, unpack_bf16
+from ..device.vectors import Words, dot_words, load_words
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 
 MOST_THREADS = 512
@@ -39,15 +40,14 @@ def _rms_norm(norm: Static, x: Dynamic, y: Output, config: cutlass.Constexpr):
     values = [load_words(row + place) for place in places]
     squares = [select_(held, dot_words(x, x, Float32(0.0)), Float32(0.0)) for x, held in zip(values, inside, strict=True)]
     total = Float32(sum(squares[1:], squares[0]))
-    factor = cute.math.rsqrt(block_sum(total, sums, count // 32) / Float32(config.columns) + Float32(config.eps))
+    factor = inverse_rms(block_sum(total, sums, count // 32), config.columns, config.eps)
     for i in cutlass.range_constexpr(len(places)):
         store_global(target + places[i], _scaled(values[i], weights[i], factor), inside[i])
 
 
 def _scaled(words: Words, weights: Words, factor: Any) -> Words:
     """bf(x factor w) of eight columns."""
-    pairs = [(*unpack_bf16(x), *unpack_bf16(w)) for x, w in zip(words, weights, strict=True)]
-    first, second, third, fourth = (pack_bf16(even * factor * left, odd * factor * right) for even, odd, left, right in pairs)
+    first, second, third, fourth = (scaled(x, w, factor) for x, w in zip(words, weights, strict=True))
     return first, second, third, fourth
 
 
