@@ -4,16 +4,18 @@ replay on a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from bulk_machine import run as run_ptx
 from bulk_machine import run_ranks
-from yardstick import check_error, played, replay_with, scratch_of
+from yardstick import boxes, check_error, played, replay_with, scratch_of
 
-from vllm.model_executor.models.kimi_k3_fast.comm import Box
+from vllm.model_executor.models.kimi_k3_fast.comm import Box, Mailbox
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
 from vllm.model_executor.models.kimi_k3_fast.ops import build, single
 from vllm.model_executor.models.kimi_k3_fast.ops import moe_tail as op
@@ -22,6 +24,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.moe_tail import reference
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, ring_tactic
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
+BOUND_NS = 300_000_000
 SMALL = [
     op.Config(3, 80, 256, 64),
     op.Config(10, 96, 192, 128, r_dtype="f32", tactic=Tactic(groups=2, splits=2, row_warps=1, k_warps=2, tiles=3)),
@@ -46,12 +49,11 @@ NORMED = [  # r comes normalised; rows of the up-projection lie further apart th
     op.Config(17, 96, 192, 128, normed=True, pitch=256, tactic=Tactic(2, splits=2, k_warps=2, tiles=3, stages=3)),
 ]
 RANKS = [  # small blocks, a cluster, a ring, a ring of clusters and stages, in one shot and two
-    replace(c, pitch=2 * c.latent + 64, world=2, shots=shots)
+    replace(c, pitch=2 * c.latent + 64, world=2, shots=shots, bound_ns=BOUND_NS)
     for c in (NORMED[0], NORMED[1], replace(NORMED[3], rows=89), NORMED[-2], NORMED[-1])
     for shots in (1, 2)
 ]
-RANKS += [op.Config(1, 80, 64, 64, normed=True, pitch=256, world=4, shots=shots) for shots in (1, 2)]
-BOUND_NS = 300_000_000
+RANKS += [op.Config(1, 80, 64, 64, normed=True, pitch=256, world=4, shots=shots, bound_ns=BOUND_NS) for shots in (1, 2)]
 
 
 def test_reference_agrees_with_the_plain_form() -> None:
@@ -189,17 +191,12 @@ def test_a_normalised_share_in_any_order_of_warps(config: op.Config, shared_stor
 
 def _on_machine(config: op.Config) -> list[dict[str, torch.Tensor | int | None]]:
     """What each rank has by name besides its share, the mailboxes before their first epoch."""
-    layout = Layout(config.world, config.words)
     return [
         {
             "delta": torch.empty(config.tokens, config.rows, dtype=torch.bfloat16),
-            "peers": torch.zeros(config.world, dtype=torch.int64),
-            "box": torch.zeros(layout.bytes // 4, dtype=torch.int32),
-            "epoch": torch.zeros(2, dtype=torch.int32),
-            "rank": rank,
-            "words": layout.words,
+            **{"peers": box.addresses, "box": box.memory, "epoch": box.epoch, "rank": box.rank, "words": config.words},
         }
-        for rank in range(config.world)
+        for box in boxes(Layout(config.world, config.words), "cpu")
     ]
 
 
@@ -259,3 +256,129 @@ def test_replay_sees_changed_inputs(config: op.Config) -> None:
     changed, scratch = {name: fresh[name] for name in ("r", "hidden")}, scratch_of(plan)
     replay_with(lambda: op.run(plan, **case, delta=delta, scratch=scratch), case, changed, [delta])
     check_error(delta, reference.tail(**case, eps=config.eps), reference.torch_form(**case, eps=config.eps))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config", [*NORMED, *PRODUCTS, *(op.Config(t, 7168, 448, 768, normed=True, pitch=3584) for t in (1, 8, 64))], ids=str
+)
+def test_a_normalised_share_allocates_nothing(config: op.Config) -> None:
+    """Not for the library's product either: it takes rows that lie apart as they are."""
+    plan = op.plan(config, build.device_arch())
+    for seed in range(2):
+        (case,) = _shares(config, seed)
+        delta = torch.full((config.tokens, config.rows), float("nan"), device="cuda", dtype=torch.bfloat16)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        op.run(plan, **case, delta=delta)
+        assert seed == 0 or torch.cuda.memory_stats()["allocation.all.allocated"] == before  # at first the library's workspace
+        check_error(delta, *_expected([case]))
+
+
+class Ranks:
+    """All ranks of one problem on one device, each on a stream of its own."""
+
+    def __init__(self, config: op.Config) -> None:
+        self.plan, self.shares = op.plan(config, build.device_arch()), _shares(config, 0)
+        self.boxes = boxes(Layout(config.world, config.words))
+        self.streams = [torch.cuda.Stream() for _ in self.boxes]
+        shape = config.tokens, config.rows
+        self.deltas = [torch.full(shape, float("nan"), device="cuda", dtype=torch.bfloat16) for _ in self.boxes]
+
+    def renew(self, seed: int) -> None:
+        for own, fresh in zip(self.shares, _shares(self.plan.config, seed), strict=True):
+            for name in ("r", "hidden"):
+                own[name].copy_(fresh[name])
+        for delta in self.deltas:
+            delta.fill_(float("nan"))
+        torch.cuda.synchronize()
+
+    def run(self, rank: int) -> None:
+        op.run(self.plan, **self.shares[rank], delta=self.deltas[rank], mailbox=self.boxes[rank])
+
+    def launch(self, ranks: list[int], late: int | None = None) -> None:
+        for rank in ranks:
+            with torch.cuda.stream(self.streams[rank]):
+                if rank == late:
+                    torch.cuda._sleep(200_000)  # cycles: about 100 us
+                self.run(rank)
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        check_error(self.deltas[0], *_expected(self.shares))
+        assert all(torch.equal(delta, self.deltas[0]) for delta in self.deltas), "ranks hold different bits"
+        assert all(box.health().well for box in self.boxes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", RANKS, ids=str)
+def test_ranks_agree_over_many_epochs_and_in_graphs(config: op.Config) -> None:
+    ranks, everybody = Ranks(config), list(range(config.world))
+    for seed in range(4):
+        ranks.renew(seed)
+        ranks.launch(everybody, late=seed % config.world)
+        ranks.check()
+    graphs = [torch.cuda.CUDAGraph() for _ in everybody]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            ranks.run(rank)
+    for seed in (7, 8, 9):
+        ranks.renew(seed)
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.stream(ranks.streams[rank]):
+                graph.replay()
+        ranks.check()
+    assert all(box.epoch.tolist() == [7, 0] for box in ranks.boxes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", RANKS[-2:], ids=str)
+def test_a_missing_rank_is_named_to_everybody(config: op.Config) -> None:
+    ranks = Ranks(replace(config, bound_ns=50_000_000))
+    ranks.launch([0, 1, 3])  # rank 2 never comes
+    torch.cuda.synchronize()
+    assert [box.health().lost for box in ranks.boxes] == [2, 2, 2, 2]
+    assert all(ranks.deltas[rank].isnan().any() for rank in (0, 1, 3))
+
+
+# -- on two GPUs ----------------------------------------
+
+
+def _rank(rank: int, folder: str, configs: list[op.Config]) -> None:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    box = Mailbox(dist.group.WORLD, max(c.words for c in configs), torch.device("cuda", rank))
+    for config in configs:
+        plan, case = op.plan(config, build.device_arch()), _shares(config, 0)[rank]
+        delta = torch.empty(config.tokens, config.rows, device="cuda", dtype=torch.bfloat16)
+        op.run(plan, **case, delta=delta, mailbox=box)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            op.run(plan, **case, delta=delta, mailbox=box)
+        for seed in range(4):
+            shares = _shares(config, seed)
+            for name, fresh in shares[rank].items():
+                if fresh is not None:
+                    case[name].copy_(fresh)
+            delta.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            check_error(delta, *_expected(shares))
+            both = [torch.empty_like(delta, device="cpu") for _ in range(2)]
+            dist.all_gather(both, delta.cpu())
+            assert torch.equal(*both), (config, seed)
+    box.health().check()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_agree_in_graphs(tmp_path: Path) -> None:
+    sizes = [(t, shots) for t in (1, 8, 64) for shots in (1, 2)]
+    configs = [op.Config(t, 7168, 448, 768, normed=True, pitch=3584, world=2, shots=shots) for t, shots in sizes]
+    for config in configs:
+        build.ensure(op.spec(config), build.device_arch())
+    torch.multiprocessing.spawn(_rank, (os.fspath(tmp_path), configs), nprocs=2)
