@@ -36,14 +36,14 @@ def name(tactic: Tactic | Library) -> str:
     return f"g{t.groups} s{t.splits} {t.row_warps}x{t.k_warps}w t{t.tiles} {last}"
 
 
-def compared(op: Any, config: Any, others: list[Tactic], quick: bool) -> list[Any]:
-    """The config with what `plan` takes, with the library, with our kernel where that is not what `plan` takes, and for many
-    tokens with other numbers of warps; and, unless quick, with some others, more for batch 1 and 8.
+def compared(op: Any, config: Any, others: list[Tactic], quick: bool, library: bool = True) -> list[Any]:
+    """The config with what `plan` takes, with the library where it can serve, with our kernel where that is not what `plan`
+    takes, and for many tokens with other numbers of warps; and, unless quick, with some others, more for batch 1 and 8.
     """
     kernel = config.shape.tactic
     narrow = [narrower(op, config, tiles) for tiles in (1, 2, 3)] if kernel.stages and not kernel.chunk else []
     more = others[: 0 if quick else 12 if config.tokens in (1, 8) else 8]
-    every = dict.fromkeys([config.chosen, LIBRARY, kernel, *narrow, *more])
+    every = dict.fromkeys([config.chosen, *([LIBRARY] if library else []), kernel, *narrow, *more])
     found = [replace(config, tactic=tactic) for tactic in every]
     return [c for c in found if op.unavailable_reason(c, "sm_90a") is None]
 

@@ -28,7 +28,7 @@ EXPERTS, LATENT, TOP_K = 896, 3584, 16
 
 def configs(tokens: int, shared: int, quick: bool) -> list[op.Config]:
     first = op.Config(tokens, COLUMNS, EXPERTS, LATENT, shared)
-    return matmuls.compared(op, first, tactics(sum(first.rows), (COLUMNS,), tokens), quick)
+    return matmuls.compared(op, first, tactics(sum(first.rows), (COLUMNS,), tokens), quick, library=False)
 
 
 def stock_front(s: dict[str, torch.Tensor]) -> Callable[[int], object]:
@@ -64,9 +64,8 @@ def front(slices: list[str], batches: list[int], quick: bool) -> Iterator[Case]:
             variants: dict[str, Callable[[int], object]] = {"stock (4 launches)": stock_front(s)}
             for config in configs(tokens, shared, quick):
                 plan = op.plan(config, build.device_arch())
-                scratch = {n: torch.empty(shape, device="cuda").bfloat16() for n, (shape, _) in plan.scratch_shapes().items()}
-                variants[matmuls.name(config.tactic)] = lambda i, plan=plan, s=s, scratch=scratch: op.run(
-                    plan, s["m"], s["router"][i], s["down"][i], s["gate_up"][i], s["logits"], s["z"], s["hidden"], scratch
+                variants[matmuls.name(config.tactic)] = lambda i, plan=plan, s=s: op.run(
+                    plan, s["m"], s["router"][i], s["down"][i], s["gate_up"][i], s["logits"], s["z"], s["hidden"]
                 )
             sizes = {"columns": COLUMNS, "latent": LATENT, "experts": EXPERTS, "shared": shared}
             yield Case({"slice": slice_, "batch": tokens, **sizes}, moved, variants, copies, "stock (4 launches)")

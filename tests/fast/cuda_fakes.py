@@ -341,11 +341,12 @@ def replace_kernels(monkeypatch: Any) -> Launches:
     monkeypatch.setattr(cuda_executor.build, "get", lambda spec, arch: spec)
 
     def put(op: Any, name: str, form: Callable) -> None:
-        def run(plan: Any, *tensors: Any, stream: int | None = None) -> None:
+        def run(plan: Any, *tensors: Any, stream: int | None = None, **named: Any) -> None:
             assert stream is None
-            assert all(t.is_contiguous() for t in tensors if isinstance(t, torch.Tensor) and t.dim() < 3)
+            plain = op is not moe_tail  # whose up-projection may be a share of columns
+            assert not plain or all(t.is_contiguous() for t in tensors if isinstance(t, torch.Tensor) and t.dim() < 3)
             launched.append((f"{op.__name__.rpartition('.')[2]}.{name}", plan))
-            form(plan.config, *tensors)
+            form(plan.config, *tensors, **named)
 
         monkeypatch.setattr(op, name, run)
 
@@ -354,7 +355,8 @@ def replace_kernels(monkeypatch: Any) -> Launches:
         projection, "run", lambda c, a, w, out: _shaped(out, c.tokens, c.rows).copy_(F.linear(_shaped(a, c.tokens, c.columns), w))
     )
     put(oproj, "run", _oproj)
-    put(all_reduce, "run", lambda c, x, out, box: out.copy_(box.reduce(_shaped(x, c.tokens, c.columns))))
+    put(all_reduce, "run", lambda c, x, out, box: out.copy_(_sum(c, _shaped(x, c.tokens, c.columns), box)))
+    put(all_reduce, "run_norm", _sum_norm)
     put(kda, "run", _kda_step)
     put(mla, "run", _mla_step)
     put(moe_front, "run", _front)
@@ -381,12 +383,23 @@ def _attn_res(c: Any, score: Any, norm: Any, delta: Any, blocks: Any, prefix: An
     out.copy_(attn_res_form.rms_norm(mixed, norm.float(), c.eps, BF16) if c.normalise else mixed)
 
 
-def _oproj(c: Any, y: Any, weight: Any, prefix: Any, box: Any = None) -> None:
-    summed = F.linear(_shaped(y, c.tokens, c.columns), weight)
+def _sum(c: Any, partial: torch.Tensor, box: Any) -> torch.Tensor:
+    """Over the ranks, where there are several."""
     assert (box is None) == (c.world == 1)
-    if box is not None:
-        assert box.layout.words >= c.words
-        summed = box.reduce(summed)
+    if box is None:
+        return partial
+    assert box.layout.words >= c.words
+    return box.reduce(partial)
+
+
+def _sum_norm(c: Any, x: Any, norm: Any, out: Any, box: Any) -> None:
+    r = _sum(c, _shaped(x, c.tokens, c.columns), box).float()
+    normed = r * torch.rsqrt(r.square().mean(-1, keepdim=True) + c.eps) * norm.float()
+    out.copy_(normed.chunk(c.world, 1)[box.rank])
+
+
+def _oproj(c: Any, y: Any, weight: Any, prefix: Any, box: Any = None) -> None:
+    summed = _sum(c, F.linear(_shaped(y, c.tokens, c.columns), weight), box)
     prefix.copy_(summed if c.update == "write" else prefix + summed)
 
 
@@ -414,18 +427,30 @@ def views_forms() -> Any:
     return TorchForms()
 
 
-def _front(c: Any, m: Any, router: Any, down: Any, gate_up: Any, logits: Any, z: Any, hidden: Any, scratch: Any) -> None:
+def _front(c: Any, m: Any, router: Any, down: Any, gate_up: Any, logits: Any, z: Any, hidden: Any) -> None:
+    _shaped(router, c.experts, c.columns), _shaped(down, c.latent, c.columns)
     logits.copy_(F.linear(_shaped(m, c.tokens, c.columns).float(), router.float()))
     z.copy_(F.linear(m, down))
     hidden.copy_(situ(F.linear(m, gate_up), c.beta, c.linear_beta))
 
 
-def _topk(c: Any, logits: Any, bias: Any, num_tokens: Any, ids: Any, chosen: Any, groups: Any = None) -> None:
-    assert (groups is not None) == c.grouped
+def _topk(c: Any, logits: Any, bias: Any, num_tokens: Any, ids: Any, chosen: Any, groups: Any = None, gather: Any = None) -> None:
+    assert (groups is not None) == c.grouped and (gather is not None) == (c.world > 1)
+    if gather is not None:
+        _shaped(logits, c.tokens, c.experts // c.world), _shaped(gather.z_own, c.tokens, c.latent // c.world)
+        logits = _whole(c, logits, gather.mailbox)
+        _shaped(gather.z, c.tokens, c.latent).copy_(_whole(c, gather.z_own, gather.mailbox))
     found, shares = front_form.route(logits, bias, c.top_k, c.renormalise, c.scaling)
     real = torch.arange(c.tokens)[:, None] < _shaped(num_tokens, 1)
     ids.copy_(torch.where(real, found, 0))
     chosen.copy_(torch.where(real, shares, 0.0))
+
+
+def _whole(c: Any, share: torch.Tensor, box: Any) -> torch.Tensor:
+    """All ranks' columns, of which each has a share."""
+    shares = [torch.zeros_like(share) for _ in range(c.world)]
+    shares[box.rank] = share
+    return _sum(c, torch.cat(shares, 1), box)
 
 
 def _experts(c: Any, held: Any, z: Any, routing: Any, scratch: Any, out: Any) -> None:
@@ -438,9 +463,14 @@ def _experts(c: Any, held: Any, z: Any, routing: Any, scratch: Any, out: Any) ->
     )
 
 
-def _tail(c: Any, r: Any, hidden: Any, norm: Any, up: Any, down: Any, delta: Any, scratch: Any) -> None:
-    inner = r.float() * torch.rsqrt(r.float().square().mean(-1, keepdim=True) + c.eps) * norm.float()
-    delta.copy_(F.linear(inner, up.float()) + F.linear(hidden.float(), down.float()))
+def _tail(
+    c: Any, r: Any, hidden: Any, norm: Any, up: Any, down: Any, delta: Any, scratch: Any = None, mailbox: Any = None
+) -> None:
+    inner = _shaped(r, c.tokens, c.latent).float()
+    if not c.normed:
+        inner = inner * torch.rsqrt(inner.square().mean(-1, keepdim=True) + c.eps) * norm.float()
+    assert up.shape == (c.rows, c.latent) and up.stride() == (c.pitch or c.latent, 1)
+    delta.copy_(_sum(c, (F.linear(inner, up.float()) + F.linear(hidden.float(), down.float())).to(BF16), mailbox))
 
 
 # -- a step ----------------------------------------

@@ -11,6 +11,8 @@ import pytest
 import torch
 from cuda_fakes import BF16, CLOSES, KINDS, Meeting, backbone, caches, replace_kernels, step_tensors, stock, weights
 
+from vllm.model_executor.models.kimi_k3_fast.comm import Box
+from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
 from vllm.model_executor.models.kimi_k3_fast.fast import cuda_executor
 from vllm.model_executor.models.kimi_k3_fast.fast import executor as cpu_executor
 from vllm.model_executor.models.kimi_k3_fast.fast.backend import Backend, TorchForms
@@ -43,8 +45,8 @@ def cuda(world: int, mailbox: bool = False, packs: bool = False) -> list[tuple[l
         reduce = meeting.reduce(r) if world > 1 else lambda x: x
         model, kept = stock(weights(), r, world, reduce, packs)
         bound = caches(BF16, r, world)
-        post = (lambda words: Module(layout=Module(words=words), reduce=reduce)) if mailbox else None
-        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, post, "cpu")
+        post = (lambda words: Module(layout=Module(words=words), reduce=reduce, rank=r)) if mailbox else None
+        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, post, "cpu", r)
         run.prepare([len(SLOTS)])
         hidden = []
         for step in range(STEPS):
@@ -99,12 +101,29 @@ def test_one_rank_launches_what_the_architecture_says(monkeypatch):
     assert updates == ["add" if i % CLOSES else "write" for i in range(len(KINDS))]
 
 
-def test_every_kernel_is_known_before_it_runs(monkeypatch):
+@pytest.mark.parametrize("mailbox", [True, False])
+def test_through_mailboxes_no_rank_reads_what_all_hold(monkeypatch, mailbox):
+    """Rows of router and down-projection and columns of the up-projection are divided, and the tail sums in its own launch."""
+    launched = replace_kernels(monkeypatch)
+    cuda(2, mailbox)
+    front, topk, tail = (
+        [plan.config for name, plan in launched if name == wanted]
+        for wanted in ("moe_front.run", "moe_front.run_topk", "moe_tail.run")
+    )
+    parts = 2 if mailbox else 1
+    assert {(c.experts, c.latent, c.shared) for c in front} == {(8 // parts, 256 // parts, 64)}
+    assert {(c.world, c.latent) for c in topk} == {(parts, 256 if mailbox else 0)}
+    assert {(c.world, c.latent, c.pitch, c.normed) for c in tail} == {(parts, 256 // parts, 256 if mailbox else 0, mailbox)}
+    assert ("all_reduce.run_norm" in dict(launched)) is mailbox and "all_reduce.run" not in dict(launched)
+
+
+@pytest.mark.parametrize(("world", "mailbox"), [(1, False), (2, True)])
+def test_every_kernel_is_known_before_it_runs(monkeypatch, world, mailbox):
     """`prepare` has asked for each kernel of a step: a capture finds it loaded."""
     launched = replace_kernels(monkeypatch)
     asked = []
     monkeypatch.setattr(cuda_executor, "compile_missing", lambda specs, arch, say: asked.extend(specs) or 0)
-    cuda(1)
+    cuda(world, mailbox)
     for _, plan in launched:
         specs = plan.specs.values() if isinstance(getattr(plan, "specs", None), dict) else getattr(plan, "specs", None)
         assert set(specs or (plan.spec,)) <= set(asked)
@@ -172,9 +191,12 @@ class Launch:
     def __init__(self, spec: build.KernelSpec, done: list[str]) -> None:
         self.spec, self.done = spec, done
 
-    def __call__(self, *args: torch.Tensor, stream: int | None = None) -> None:
+    def __call__(self, *args: torch.Tensor | int, stream: int | None = None) -> None:
         sizes: dict[str, int] = {}
         for param, tensor in zip(self.spec.params, args, strict=True):
+            if param.access is build.SCALAR:
+                assert isinstance(tensor, int)
+                continue
             where = f"{self.spec.name}.{param.name}"
             assert tensor.dtype == build.DTYPES[param.dtype][1], f"{where}: {tensor.dtype}"
             assert not tensor.requires_grad and tensor.data_ptr() % param.align == 0, where
@@ -188,8 +210,9 @@ class Launch:
         self.done.append(self.spec.name)
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64])
-def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens):
+def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, world):
     """The operators' own host halves, with the kernels behind them replaced."""
     done: list[str] = []
     launch = functools.cache(lambda spec, arch=None: Launch(spec, done))
@@ -199,9 +222,15 @@ def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens):
             monkeypatch.setattr(module, "get", launch)
     monkeypatch.setattr(cuda_executor, "compile_missing", lambda specs, arch, say: 0)
     experts.plan.cache_clear()
-    model, kept = stock(weights())
-    bound = caches()
-    run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, device="cpu")
+    model, kept = stock(weights(), 1, world) if world > 1 else stock(weights())
+    bound = caches(BF16, world - 1, world)
+
+    def post(words: int) -> Box:
+        layout, zeros = Layout(world, words), functools.partial(torch.zeros, dtype=torch.int32)
+        return Box(world - 1, layout, zeros(layout.bytes // 4), torch.zeros(world, dtype=torch.int64), zeros(2))
+
+    box = post if world > 1 else None
+    run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, post=box, device="cpu", rank=world - 1)
     run.prepare([tokens])
     run.run(tokens, torch.zeros(tokens, run.model.hidden, dtype=BF16), step_tensors([1] * tokens, 5))
     experts.plan.cache_clear()

@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.forward_context import get_forward_context
 from vllm.models.kimi_k3.nvidia.model import KimiK3ForConditionalGeneration, KimiLinearForCausalLM
@@ -56,6 +61,7 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
             tensor_model_parallel_all_reduce if world > 1 else lambda x: x,
             metadata.bind_ranks(current()),
             _mailbox if chosen.exchange == "mailbox" and world > 1 else None,
+            rank=get_tensor_model_parallel_rank(),
         )
 
     def forward(  # type: ignore[override]

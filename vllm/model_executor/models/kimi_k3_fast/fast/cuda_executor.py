@@ -3,27 +3,27 @@
 `prepare` compiles and loads every kernel of a padded batch size and makes its buffers; `run` only launches. Both belong to one
 binding of the caches. AttnRes updates the residual prefix and closes blocks itself; o_proj adds to the prefix in its own launch.
 
-Several ranks sum o_proj, the latent and the tail through mailboxes, o_proj in its own launch, or, without mailboxes, through
-`reduce`, stock's all-reduce. The up-projection, which every rank holds whole, is scaled by 1/ranks through its norm's weight, a
-power of two and so exact, and is summed with the shared experts' partial in one exchange.
+Several ranks sum o_proj in its own launch, through mailboxes, or behind it, by `reduce`, stock's all-reduce. What they do in a
+MoE layer is in `cuda_moe`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..comm import Box
-from ..ops import all_reduce, attn_res, build, experts, kda, mla, moe_front, moe_tail, oproj, projection
+from ..ops import attn_res, build, kda, mla, oproj, projection
+from . import cuda_moe
 from .compile_kernels import compile_missing
 from .cuda_views import Dense, Kda, Layer, Mix, Mla, Model, Moe
 
 ROWS = 64  # of the residual's buffers: the largest batch of any kernel
-TORCH = {"bf16": torch.bfloat16, "f32": torch.float32, "u8": torch.uint8}
+TORCH = {name: dtype for name, (_, dtype) in build.DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Ready:
     kda: dict[str, Any]
     mla: dict[str, Any]
     mla_scratch: dict[str, torch.Tensor]
-    sums: dict[int, Any]  # over the ranks through mailboxes, by columns
-    front: Any = None
-    topk: Any = None
-    experts: Any = None
-    tail: Any = None
-    scratch: dict[str, torch.Tensor] = field(default_factory=dict)  # of front and tail, where the library multiplies
+    moe: cuda_moe.Plans | None = None
+
+    @property
+    def exchanging(self) -> tuple[Any, ...]:
+        """Plans that may need words of a mailbox."""
+        return *self.matmul.values(), *(self.moe.exchanging if self.moe else ())
 
 
 @dataclass
@@ -89,8 +89,9 @@ class StartUp:
 @dataclass
 class Executor:
     """Runs steps over `model` and the caches that `bound` finds. pages: width of each MLA layer's block table. ranks: of the
-    tensor-parallel group; reduce: its all-reduce; post: makes (or finds) this rank's mailbox of so many words, at the same point
-    on every rank. No cache is held here: vLLM frees those of its memory profile while this executor still stands.
+    tensor-parallel group, of which this is `rank`; reduce: its all-reduce; post: makes (or finds) this rank's mailbox of so many
+    words, at the same point on every rank. No cache is held here: vLLM frees those of its memory profile while this executor
+    still stands.
 
     Raises ValueError in `prepare` where an operator has no kernel for a shape.
     """
@@ -103,6 +104,7 @@ class Executor:
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
     post: Callable[[int], Box] | None = None
     device: torch.device | str = "cuda"
+    rank: int = 0
     cost: StartUp = field(default_factory=StartUp)
 
     def __post_init__(self) -> None:
@@ -117,35 +119,21 @@ class Executor:
         self.y = self._zeros("bf16", ROWS * max((a.o_proj.shape[1] for a in attention), default=0))
         self.scales = torch.ones(2, device=self.device)
         moe = [layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)]
-        self.tail_norm = {id(w): self._shared_norm(w.norm) for w in moe}
-        self.ids: dict[int, torch.Tensor] = {}
+        self.moe: cuda_moe.LatentMoe | None = None
         if moe:
-            self._moe_buffers(moe)
+            mailbox = self.ranks > 1 and self.post is not None
+            self.moe = cuda_moe.LatentMoe(moe, m, ROWS, self.ranks, self.rank, mailbox, self.reduce, self._zeros)
         self.cost.bytes += m.prepared.bytes
-
-    def _shared_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm if self.ranks == 1 else self.model.prepared(lambda: norm / self.ranks)
 
     def _zeros(self, dtype: str, *shape: int) -> torch.Tensor:
         made = torch.zeros(*shape, dtype=TORCH[dtype], device=self.device)
         self.cost.bytes += made.numel() * made.element_size()
         return made
 
-    def _moe_buffers(self, moe: Sequence[Moe]) -> None:
-        first = moe[0]
-        shapes = {(w.router.shape, w.down.shape, w.gate_up.shape, w.experts.w13.shape, w.top_k) for w in moe}
-        if len(shapes) > 1:
-            raise ValueError(f"expected MoE layers of one shape, found {len(shapes)}")
-        chosen, latent = first.router.shape[0], first.down.shape[0]
-        pairs, width, shared = ROWS * first.top_k, first.experts.width, first.gate_up.shape[0] // 2
-        whole = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device=self.device)  # noqa: E731
-        self.logits, self.z = torch.zeros(ROWS, chosen, device=self.device), self._zeros("bf16", ROWS, latent)
-        self.routed, self.shared = self._zeros("bf16", ROWS, latent), self._zeros("bf16", ROWS, shared)
-        self.inner = self._zeros("bf16", pairs, width)
-        self.ids = {id(w): whole(ROWS, w.top_k) for w in moe}  # of each layer: what a step chose is read when it is over
-        self.weights = torch.zeros(ROWS, first.top_k, device=self.device)
-        self.offsets, self.pairs, self.active = whole(chosen + 1), whole(pairs), whole(chosen)
-        self.num_active, self.arrived = whole(1), whole(1)
+    @property
+    def ids(self) -> Mapping[int, torch.Tensor]:
+        """[ROWS, k] int32 by MoE layer: the experts that the last step chose."""
+        return self.moe.ids if self.moe else {}
 
     @property
     def caches(self) -> Caches:
@@ -167,7 +155,7 @@ class Executor:
         for tokens in wanted:
             self.ready[tokens] = self._plans(tokens, load=True)[0]
         if self.post is not None:
-            sending = [plan for ready in self.ready.values() for plan in (*ready.matmul.values(), *ready.sums.values())]
+            sending = [plan for ready in self.ready.values() for plan in ready.exchanging]
             self.box = self.post(max(getattr(plan, "words", 0) for plan in sending))
         for spec in specs:
             build.get(spec, self.arch)
@@ -249,32 +237,11 @@ class Executor:
         shapes = {tuple(sorted(plan.scratch_shapes().items())) for plan in attending.values()}
         if len(shapes) > 1:
             raise ValueError(f"expected MLA layers of one shape, found {len(shapes)}")
-        ready = Ready(tokens, mixes, matmul, recurrent, attending, scratch, {})
-        moe = next((layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)), None)
-        if moe is None:
-            return ready, specs
-        return self._with_experts(ready, moe, load, plain, specs), specs
-
-    def _with_experts(self, ready: Ready, moe: Moe, load: bool, plain: Callable[[Any, Any], Any], specs: list) -> Ready:
-        m, tokens, arch = self.model, ready.tokens, self.arch
-        chosen, latent, shared = moe.router.shape[0], moe.down.shape[0], moe.gate_up.shape[0] // 2
-        beta, linear = m.situ_beta, m.situ_linear_beta
-        front = plain(moe_front, moe_front.Config(tokens, m.hidden, chosen, latent, shared, beta=beta, linear_beta=linear))
-        held = moe.experts
-        config = experts.Config(tokens, latent, held.width, chosen, moe.top_k, beta, linear, held.layout, held.pitch)
-        routed = experts.plan(config, arch, compiled=load)
-        specs.extend(routed.specs)
-        tail = plain(moe_tail, moe_tail.Config(tokens, m.hidden, latent, shared, m.eps))
-        choice = moe_front.TopkConfig(tokens, chosen, moe.top_k, moe.renormalise, moe.scaling, grouped=routed.tactic.grouped)
-        topk = moe_front.topk_plan(choice, arch)
-        specs.append(topk.spec)
-        sums = {}
-        if self.ranks > 1 and self.post is not None:
-            sums = {c: plain(all_reduce, all_reduce.Config(tokens, c, self.ranks)) for c in (latent, m.hidden)}
-        wanted = {**front.scratch_shapes(), **tail.scratch_shapes()} if load else {}
-        scratch = {name: self._zeros(dtype, *shape) for name, (shape, dtype) in wanted.items()}
-        parts = {name: getattr(ready, name) for name in ("tokens", "attn_res", "matmul", "kda", "mla", "mla_scratch")}
-        return Ready(**parts, sums=sums, front=front, topk=topk, experts=routed, tail=tail, scratch=scratch)
+        moe = None
+        if self.moe is not None:
+            moe, more = self.moe.plans(tokens, arch, load)
+            specs += more
+        return Ready(tokens, mixes, matmul, recurrent, attending, scratch, moe), specs
 
     def _update(self, layer: Layer) -> str:
         """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
@@ -295,8 +262,8 @@ class Executor:
             self._mix(ready, self._before_attention(layer), layer.attention_mix, delta, self.mixed)
             after = self._attention(ready, layer, step, caches)
             self._mix(ready, self._before_mlp(layer), layer.mlp_mix, delta if after is None else after, self.mixed)
-            mixed = self.mixed[:tokens]
-            delta = layer.mlp.forward(mixed) if isinstance(layer.mlp, Dense) else self._experts(ready, layer.mlp, step, mixed)
+            mixed, mlp = self.mixed[:tokens], layer.mlp
+            delta = mlp.forward(mixed) if isinstance(mlp, Dense) else self._experts(ready, mlp, step, mixed)
         self._mix(ready, self._at_end(), self.model.final_mix, delta, self.hidden)
         return self.hidden[:tokens]
 
@@ -335,26 +302,5 @@ class Executor:
 
     def _experts(self, ready: Ready, w: Moe, step: StepTensors, mixed: torch.Tensor) -> torch.Tensor:
         """This layer's update of the prefix, summed over the ranks."""
-        t = ready.tokens
-        logits, z, shared, routed, delta = (b[:t] for b in (self.logits, self.z, self.shared, self.routed, self.delta))
-        moe_front.run(ready.front, mixed, w.router, w.down, w.gate_up, logits, z, shared, ready.scratch)
-        pairs, ids, weights = self.pairs[: t * w.top_k], self.ids[id(w)][:t], self.weights[:t]
-        groups = None
-        if ready.topk.config.grouped:
-            groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)
-        moe_front.run_topk(ready.topk, logits, w.bias, step.num_tokens, ids, weights, groups)
-        routing = experts.Routing(ids, weights, step.num_tokens, self.offsets, pairs, self.active, self.num_active)
-        scratch = experts.Scratch(self.inner[: t * w.top_k])
-        experts.run(ready.experts, w.experts, z, routing, scratch, routed)
-        latent = self._sum(ready, routed)
-        moe_tail.run(ready.tail, latent, shared, self.tail_norm[id(w)], w.up, w.shared_down, delta, ready.scratch)
-        return self._sum(ready, delta)
-
-    def _sum(self, ready: Ready, partial: torch.Tensor) -> torch.Tensor:
-        """Over the ranks: in place through the mailbox, or by stock's all-reduce."""
-        if self.ranks == 1:
-            return partial
-        if self.box is None:
-            return self.reduce(partial)
-        all_reduce.run(ready.sums[partial.shape[1]], partial, partial, self.box)
-        return partial
+        assert self.moe is not None and ready.moe is not None
+        return self.moe.run(ready.moe, w, mixed, step.num_tokens, self.delta[: ready.tokens], self.box)

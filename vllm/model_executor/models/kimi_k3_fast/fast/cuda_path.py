@@ -49,9 +49,9 @@ class FastPathRequired(RuntimeError):
 
 class CudaPath:
     """One rank's fast path. kept: the routed experts of each MoE layer, taken at load; expert_bytes: of them in stock's memory,
-    and in copies. sizes: the padded decode batches that the runner captures. ranks: of the tensor-parallel group; reduce: its
-    all-reduce; all_gather: over its host side (None: one rank); mailbox: makes this rank's of so many words, at the same point
-    on every rank (None: `reduce` sums all).
+    and in copies. sizes: the padded decode batches that the runner captures. ranks: of the tensor-parallel group, of which this
+    is `rank`; reduce: its all-reduce; all_gather: over its host side (None: one rank); mailbox: makes this rank's of so many
+    words, at the same point on every rank (None: `reduce` sums all).
     """
 
     def __init__(
@@ -66,9 +66,11 @@ class CudaPath:
         all_gather: AllGather | None = None,
         mailbox: Callable[[int], Box] | None = None,
         device: torch.device | str = "cuda",
+        rank: int = 0,
     ) -> None:
         self.guard: Guard = guards.current()
-        self.settings, self.arch, self.ranks, self.reduce, self.device = settings, deployment.device_arch, ranks, reduce, device
+        self.settings, self.arch, self.reduce, self.device = settings, deployment.device_arch, reduce, device
+        self.ranks, self.rank = ranks, rank
         self.sizes = tuple(sorted(size for size in set(sizes) if size <= settings.max_tokens))
         self.refusals = (*refusals(deployment, settings), *guards.refused_patches.values())
         self.generation = 0
@@ -146,7 +148,7 @@ class CudaPath:
             check_caches(self._bound())
             pages = {name: table.shape[1] for name, table in step.tables.items()}
             post = self._post if self._mailbox is not None else None
-            executor = Executor(self.model, self._bound, pages, self.arch, self.ranks, self.reduce, post, self.device)
+            executor = Executor(self.model, self._bound, pages, self.arch, self.ranks, self.reduce, post, self.device, self.rank)
             executor.prepare(self.sizes, lambda text: logger.info("Kimi K3 fast path: %s", text))
         except (ValueError, RuntimeError, TypeError, OSError) as error:
             logger.exception("Kimi K3 fast path: not prepared")

@@ -3,7 +3,7 @@
 Kernel 1, one matmul over three matrices that stay where the checkpoint loader put them: router logits (fp32), the latent z = m
 Wdown^T (bf16) and the shared experts' hidden = SiTU(gate, up) (bf16). Each group of blocks works on one matrix; the groups are
 dealt so that every block reads the same number of bytes. A rank that owns only some rows of the router and of the
-down-projection passes those rows. For many tokens it is three products of the library and a kernel for SiTU instead.
+down-projection passes those rows.
 
 Kernel 2, `topk`: sigmoid scores, the 16 largest of score + bias (ties to the lower id), renormalised weights; and, where asked
 for, the list of (token, slot) pairs by expert. Over several ranks, each with a share of the logits and of z, it gathers both
@@ -12,7 +12,6 @@ first, through the mailboxes: all ranks hold the whole z and make the same choic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import torch
 
 from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from .. import library, measured, posted
+from .. import measured, posted
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param
-from ..library import LIBRARY, Library
-from ..single import Plan, compiled, find_scratch, make
+from ..single import Plan, compiled, make
 from ..skinny import TILE, Shape, Tactic, ceil_div, default_tactic, ring_tactic
 
 
@@ -38,7 +36,7 @@ class Config:
     shared: int
     beta: float = 4.0
     linear_beta: float | None = 25.0
-    tactic: Tactic | Library | None = None
+    tactic: Tactic | None = None
 
     @property
     def rows(self) -> tuple[int, int, int]:
@@ -51,17 +49,18 @@ class Config:
         return router, down, gate_up
 
     @property
-    def chosen(self) -> Tactic | Library:
-        """The given tactic, the measured one, or the default."""
+    def chosen(self) -> Tactic:
+        """The given tactic, the measured one, or the default. Not the library: from its tensor cores logits come with fewer bits
+        than FP32, and three products took 16 us longer than the one launch (64 tokens on H200).
+        """
         sizes = {"columns": self.columns, "experts": self.experts, "latent": self.latent, "shared": self.shared}
-        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.shared % 2 == 0, **sizes)
-        return found or self._unmeasured()
+        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=False, **sizes)
+        return found if isinstance(found, Tactic) else self._unmeasured()
 
     @property
     def shape(self) -> Shape:
-        """The geometry of a block, the same for all three matrices; of the default one where the library multiplies."""
-        chosen = self.chosen
-        return Shape(self.tokens, (self.columns,), chosen if isinstance(chosen, Tactic) else self._unmeasured())
+        """The geometry of a block, the same for all three matrices."""
+        return Shape(self.tokens, (self.columns,), self.chosen)
 
     def _unmeasured(self) -> Tactic:
         """A ring where it fits the groups as they are dealt, else the default, with more warps where they do not fit."""
@@ -83,16 +82,6 @@ class Config:
         return max(ceil_div(self.experts, router), ceil_div(self.latent, down), 2 * ceil_div(self.shared, gate_up))
 
 
-@dataclass(frozen=True)
-class SituConfig:
-    """SiTU of the gate and up rows of `shared` experts' width, an even number; a launch of its own."""
-
-    tokens: int
-    shared: int
-    beta: float
-    linear_beta: float | None
-
-
 def deal(rows: tuple[int, ...], groups: int) -> tuple[int, ...]:
     """Groups for each matrix: at least one each, the next always to the matrix whose groups hold most rows."""
     dealt = [1] * len(rows)
@@ -106,10 +95,6 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
     """Why there is no kernel for this shape on this architecture, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"moe_front: expected one of {', '.join(ARCHS)}, found {arch}")
-    if isinstance(config.chosen, Library):
-        odd = f"expected an even number of shared rows for the library, found {config.shared}" if config.shared % 2 else None
-        problem = library.problem(config.tokens) or odd
-        return Refusal(Reason.OP_SHAPE, f"moe_front: {problem}") if problem else None
     problem = config.shape.problem()
     experts, latent, shared = config.experts, config.latent, ceil_div(config.shared, config.groups[2]) * config.groups[2]
     for rows, groups in zip((experts, latent, 2 * shared), config.groups, strict=True):  # gate and up go by pairs
@@ -118,9 +103,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 
 def spec(config: Config) -> KernelSpec:
-    """Kernel 1, or SiTU's where the library multiplies."""
-    if isinstance(config.chosen, Library):
-        return situ_spec(SituConfig(config.tokens, config.shared, config.beta, config.linear_beta))
+    """Kernel 1."""
     config = replace(config, tactic=config.shape.tactic)
     t, k = config.tokens, config.columns
     params = (
@@ -135,18 +118,9 @@ def spec(config: Config) -> KernelSpec:
     return KernelSpec("bf16_front_skinny", "moe_front", config, f"{__name__}.cute:bf16_front_skinny", params)
 
 
-def situ_spec(config: SituConfig) -> KernelSpec:
-    params = (
-        Param("gate_up", "bf16", (config.tokens, 2 * config.shared), ACTIVATION),
-        Param("hidden", "bf16", (config.tokens, config.shared), OUTPUT),
-    )
-    return KernelSpec("bf16_situ", "moe_front", config, f"{__name__}.situ:bf16_situ", params)
-
-
 def plan(config: Config, arch: str) -> Plan:
     """Raises ValueError where `unavailable_reason` has one."""
-    both = {"gate_up": ((config.tokens, 2 * config.shared), "bf16")} if isinstance(config.chosen, Library) else {}
-    return make(config, arch, unavailable_reason(config, arch), spec, both)
+    return make(config, arch, unavailable_reason(config, arch), spec)
 
 
 def run(
@@ -158,20 +132,12 @@ def run(
     logits: torch.Tensor,
     z: torch.Tensor,
     hidden: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
     stream: int | None = None,
 ) -> None:
     """m [T, D], router [E, D], down [L, D], gate_up [2S, D] -> logits [T, E] fp32, z [T, L] bf16, hidden [T, S] bf16,
-    overwritten. scratch: the tensors of `plan.scratch_shapes()`; raises ValueError where one is missing.
+    overwritten.
     """
-    if not isinstance(plan.config.chosen, Library):
-        compiled(plan)(router, down, gate_up, m, logits, z, hidden, stream=stream)
-        return
-    (both,) = find_scratch(plan, scratch)
-    library.multiply(m, router, logits, stream)
-    library.multiply(m, down, z, stream)
-    library.multiply(m, gate_up, both, stream)
-    compiled(plan)(both, hidden, stream=stream)  # last: the kernel behind it can be launched early
+    compiled(plan)(router, down, gate_up, m, logits, z, hidden, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -308,7 +274,6 @@ def run_topk(
 def specs() -> list[KernelSpec]:
     """A TP8 rank with all rows of router and down, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 7168, 896, 3584, 768) for t in (1, 64)]
-    served[1:] = [replace(served[1], tactic=served[1].shape.tactic), replace(served[1], tactic=LIBRARY)]
     choices = [topk_spec(TopkConfig(1))] + [
         topk_spec(TopkConfig(t, e, k, grouped=True)) for t, e, k in ((64, 896, 16), (3, 48, 4))
     ]

@@ -36,9 +36,9 @@ class Config:
 
     @property
     def chosen(self) -> Tactic | Library:
-        """The given tactic, the measured one, or the default."""
+        """The given tactic, the measured one, or the default; the library for bf16 alone."""
         sizes = {"rows": self.rows, "columns": self.columns}
-        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=True, **sizes)
+        found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.out == "bf16", **sizes)
         return found or self._unmeasured
 
     @property
@@ -60,6 +60,8 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         return Refusal(Reason.OP_SHAPE, f"projection: expected an output of bf16 or f32, found {config.out}")
     if isinstance(config.chosen, Library):
         problem = library.problem(config.tokens)
+        if config.out == "f32":
+            problem = "expected an output of bf16 for the library, whose sums have fewer bits than fp32, found f32"
     else:
         problem = config.shape.problem() or config.shape.uncovered(config.rows)
     problem = problem or ahead.problem(config.ahead, config.chosen)

@@ -1,0 +1,175 @@
+"""The latent MoE of a decode step on GPUs: buffers, plans and launches of all MoE layers of one rank, over stock's weights.
+
+    front   router logits, the latent z, the shared experts' activation        m [T, D]
+    topk    the experts of each token, from all logits
+    experts their weighted sum in the latent space
+    tail    norm, up-projection and the shared experts' down-projection        -> delta [T, D], this layer's update of the prefix
+
+Experts and shared experts are divided among the ranks by width, so the latent and delta are summed over the ranks. Router,
+down-projection and up-projection are whole on every rank. Through mailboxes they are divided too: a rank reads the rows
+[r E/n, (r + 1) E/n) of the router, as many of the down-projection, and as many columns of the up-projection, in place; `topk`
+gathers logits and z, the sum of the latent norms it and keeps a rank's columns, and the tail sums in its own launch. Otherwise
+every rank reads all of them, and the up-projection's part of delta is scaled by 1/ranks through the norm's weight: for a power of
+two exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..comm import Box
+from ..ops import all_reduce, experts, moe_front, moe_tail
+from ..ops.build import KernelSpec
+from ..ops.skinny import UNIT
+from .cuda_views import Model, Moe
+
+
+@dataclass(frozen=True)
+class Plans:
+    """All kernels of one batch size. latent, delta: the sums over ranks in front of the tail and behind it, None where there is
+    none or stock's all-reduce does it. scratch: where the library multiplies."""
+
+    tokens: int
+    front: Any
+    topk: Any
+    experts: Any
+    tail: Any
+    latent: Any = None
+    delta: Any = None
+    scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def exchanging(self) -> tuple[Any, ...]:
+        """Those that may need words of a mailbox."""
+        return self.topk, self.tail, self.latent, self.delta
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What this rank reads of one layer besides its experts: router [E/n, D], down [L/n, D] and up [D, L/n], views of stock's
+    where they are divided; norm [L]."""
+
+    router: torch.Tensor
+    down: torch.Tensor
+    up: torch.Tensor
+    norm: torch.Tensor
+
+
+class LatentMoe:
+    """Launches the MoE layers. zeros: makes a buffer of a dtype and shape. rows: the largest batch. mailbox: ranks exchange
+    through mailboxes; reduce: stock's all-reduce for where they do not. Raises ValueError where the layers' shapes differ."""
+
+    def __init__(
+        self,
+        layers: Sequence[Moe],
+        model: Model,
+        rows: int,
+        ranks: int,
+        rank: int,
+        mailbox: bool,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        zeros: Callable[..., torch.Tensor],
+    ) -> None:
+        shapes = {(w.router.shape, w.down.shape, w.gate_up.shape, w.experts.w13.shape, w.top_k) for w in layers}
+        if len(shapes) > 1:
+            raise ValueError(f"expected MoE layers of one shape, found {len(shapes)}")
+        self.model, self.ranks, self.mailbox, self.reduce, self.zeros = model, ranks, mailbox, reduce, zeros
+        self.first = first = layers[0]
+        self.chosen, self.latent = first.router.shape[0], first.down.shape[0]
+        self.shared = first.gate_up.shape[0] // 2
+        divided = mailbox and self.chosen % ranks == 0 and self.latent % (UNIT * ranks) == 0
+        self.parts = ranks if divided else 1
+        self.weights = {id(w): self._own(w, rank) for w in layers}
+        pairs, width = rows * first.top_k, first.experts.width
+        self.logits, self.z_own = zeros("f32", rows, self.chosen // self.parts), zeros("bf16", rows, self.latent // self.parts)
+        self.z = zeros("bf16", rows, self.latent) if divided else self.z_own
+        self.routed, self.hidden = zeros("bf16", rows, self.latent), zeros("bf16", rows, self.shared)
+        self.own_latent = zeros("bf16", rows, self.latent // ranks) if divided else self.routed
+        self.inner = zeros("bf16", pairs, width)
+        self.ids = {id(w): zeros("i32", rows, w.top_k) for w in layers}  # what a step chose is read when it is over
+        self.shares = zeros("f32", rows, first.top_k)
+        listed = (zeros("i32", self.chosen + 1), zeros("i32", pairs), zeros("i32", self.chosen), zeros("i32", 1), zeros("i32", 1))
+        self.offsets, self.pairs, self.active, self.num_active, self.arrived = listed
+
+    @property
+    def divided(self) -> bool:
+        """No rank reads the whole router, down-projection or up-projection."""
+        return self.parts > 1
+
+    def _own(self, w: Moe, rank: int) -> Weights:
+        if self.divided:
+            return Weights(
+                w.router.chunk(self.ranks)[rank], w.down.chunk(self.ranks)[rank], w.up.chunk(self.ranks, 1)[rank], w.norm
+            )
+        scaled = w.norm if self.ranks == 1 else self.model.prepared(lambda: w.norm / self.ranks)
+        return Weights(w.router, w.down, w.up, scaled)
+
+    # -- before capture ----------------------------------------
+
+    def plans(self, tokens: int, arch: str, load: bool) -> tuple[Plans, list[KernelSpec]]:
+        """The plans of one batch size and the kernels that they need; `load=False` compiles nothing. Raises ValueError where an
+        operator refuses a shape."""
+        m, w, n = self.model, self.first, self.parts
+        beta, linear, held = m.situ_beta, m.situ_linear_beta, w.experts
+        rows = (self.chosen // n, self.latent // n, self.shared)
+        front = moe_front.plan(moe_front.Config(tokens, m.hidden, *rows, beta=beta, linear_beta=linear), arch)
+        config = experts.Config(tokens, self.latent, held.width, self.chosen, w.top_k, beta, linear, held.layout, held.pitch)
+        routed = experts.plan(config, arch, compiled=load)
+        choice = moe_front.TopkConfig(tokens, self.chosen, w.top_k, w.renormalise, w.scaling, grouped=routed.tactic.grouped)
+        tail = moe_tail.Config(tokens, m.hidden, self.latent // n, self.shared, m.eps)
+        latent, delta = None, None
+        if self.divided:
+            choice = replace(choice, world=n, latent=self.latent)
+            tail = replace(tail, normed=True, pitch=self.latent, world=n)
+            latent = all_reduce.norm_plan(all_reduce.NormConfig(tokens, self.latent, n, m.eps), arch)
+        elif self.mailbox:
+            latent, delta = (all_reduce.plan(all_reduce.Config(tokens, c, self.ranks), arch) for c in (self.latent, m.hidden))
+        topk, last = moe_front.topk_plan(choice, arch), moe_tail.plan(tail, arch)
+        specs = [front.spec, *routed.specs, topk.spec, last.spec, *(plan.spec for plan in (latent, delta) if plan)]
+        wanted = last.scratch_shapes() if load else {}
+        scratch = {name: self.zeros(dtype, *shape) for name, (shape, dtype) in wanted.items()}
+        found = [spec for spec in specs if spec is not None]
+        return Plans(tokens, front, topk, routed, last, latent, delta, scratch), found
+
+    # -- a layer ----------------------------------------
+
+    def run(
+        self, plans: Plans, w: Moe, m: torch.Tensor, num_tokens: torch.Tensor, delta: torch.Tensor, box: Box | None
+    ) -> torch.Tensor:
+        """m [T, D] bf16 -> [T, D] bf16, summed over the ranks: `delta`, or where stock's all-reduce leaves it. num_tokens: [1]
+        int32, the real rows."""
+        t, own = plans.tokens, self.weights[id(w)]
+        logits, z_own, z, hidden, routed = (b[:t] for b in (self.logits, self.z_own, self.z, self.hidden, self.routed))
+        moe_front.run(plans.front, m, own.router, own.down, w.gate_up, logits, z_own, hidden)
+        pairs, ids, shares = self.pairs[: t * w.top_k], self.ids[id(w)][:t], self.shares[:t]
+        groups = None
+        if plans.topk.config.grouped:
+            groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)
+        gather = None
+        if self.divided:
+            assert box is not None
+            gather = moe_front.Gather(z_own, z, box)
+        moe_front.run_topk(plans.topk, logits, w.bias, num_tokens, ids, shares, groups, gather)
+        routing = experts.Routing(ids, shares, num_tokens, self.offsets, pairs, self.active, self.num_active)
+        experts.run(plans.experts, w.experts, z, routing, experts.Scratch(self.inner[: t * w.top_k]), routed)
+        if gather is not None:
+            latent = self.own_latent[:t]
+            all_reduce.run_norm(plans.latent, routed, own.norm, latent, gather.mailbox)
+            moe_tail.run(plans.tail, latent, hidden, None, own.up, w.shared_down, delta, mailbox=gather.mailbox)
+            return delta
+        latent = self._sum(plans.latent, routed, box)
+        moe_tail.run(plans.tail, latent, hidden, own.norm, own.up, w.shared_down, delta, plans.scratch)
+        return self._sum(plans.delta, delta, box)
+
+    def _sum(self, plan: Any, partial: torch.Tensor, box: Box | None) -> torch.Tensor:
+        """Over the ranks: in place through the mailbox, or by stock's all-reduce."""
+        if self.ranks == 1:
+            return partial
+        if box is None:
+            return self.reduce(partial)
+        all_reduce.run(plan, partial, partial, box)
+        return partial
