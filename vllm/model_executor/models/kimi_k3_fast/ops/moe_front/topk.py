@@ -36,13 +36,13 @@ class Gathering:
 
     def send(self) -> None:
         """All words of this rank to all others."""
-        logits = [(peer, self.row * self.share + i, inside) for peer, i, inside in self._others(self.share)]
-        latent = [(peer, self.row * self.z_share + i, inside) for peer, i, inside in self._others(self.z_share)]
-        words = [(peer, at, self.logits[at], inside) for peer, at, inside in logits]
-        words += [(peer, self.behind + at, self.z_own[at], inside) for peer, at, inside in latent]
-        boxes = [self.exchange.box_of(peer) for peer, *_ in words]
-        for box, (_, at, word, inside) in zip(boxes, words, strict=True):
-            self.exchange.send(box, at, word, inside)
+        words = []
+        for own, share, behind in ((self.logits, self.share, 0), (self.z_own, self.z_share, self.behind)):
+            for peer, i, inside in self._others(share):
+                at = self.row * share + i
+                words.append((self.exchange.box_of(peer), behind + at, own[at], inside))
+        for word in words:  # all loads are on their way
+            self.exchange.send(*word)
 
     def logit(self, expert: Any) -> Float32:
         """Of any expert."""
