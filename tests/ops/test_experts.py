@@ -169,7 +169,7 @@ def test_the_kernels_compile(
 
 
 ON_MACHINE = op.Config(tokens=3, hidden=256, width=32, experts=6, top_k=2)
-AHEAD = Ahead(rows=(150, 24), pitch=256, first=64, columns=136)
+AHEAD = Ahead(rows=(1100, 24), pitch=256, first=64, columns=136)  # more rows than lanes that ask
 FEW = op.Tactic(grouped=False, split=2, teams=2, stages=3, ahead=1, height=16, warps=3, depth=2)
 FEW_GROUPED = replace(op.GROUPED, split=4, stages=3, height=16, warps=3, depth=2, slots=2)
 

@@ -35,7 +35,7 @@ SMALL = [
 ]
 ODD = op.Config(5, 142, 256, world=2, shots=2, tactic=Tactic(groups=3, k_warps=4), bound_ns=BOUND_NS)  # shares of 47 and 48 rows
 RING = replace(ODD, tactic=Tactic(groups=3, k_warps=2, tiles=3, stages=2, chunk=64, fetchers=2, height=48))
-AHEAD = Ahead(rows=(70, 24, 9), pitch=256, first=64, columns=136)
+AHEAD = Ahead(rows=(200, 24, 9), pitch=256, first=64, columns=136)  # more rows than lanes that ask
 ASKING = [replace(RING, world=world, shots=shots, ahead=AHEAD) for world, shots in ((1, None), (2, 1), (2, 2))]
 LIBRARYS = [op.Config(t, 160, 256, update=u, tactic=LIBRARY) for t, u in ((3, "write"), (64, "add"))]
 SPLIT = op.Config(9, 160, 512, world=2, shots=2, tactic=Tactic(groups=4, splits=2, k_warps=4), bound_ns=BOUND_NS)
