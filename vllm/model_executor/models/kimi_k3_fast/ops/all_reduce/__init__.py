@@ -31,7 +31,7 @@ from ..single import compiled
 SMS = 132  # blocks that surely run at once, as they wait for their counterparts
 CHUNK = 32  # neighbouring words that have one owner: what a warp sends together
 MOST_ITEMS = 8  # words of one thread
-MOST_THREADS = 1024
+NORM_THREADS, NORM_ITEMS = 896, 4  # as above, with the norm: more of them would not fit in registers
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -131,7 +131,7 @@ class NormConfig(Dealt):
     @property
     def items(self) -> int:
         """Words of one thread."""
-        return ceil_div(self.columns, 2 * MOST_THREADS)
+        return ceil_div(self.columns, 2 * NORM_THREADS)
 
     @property
     def threads(self) -> int:
@@ -161,10 +161,10 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
 
 def norm_unavailable_reason(config: NormConfig, arch: str) -> Refusal | None:
     """Why there is no kernel with the norm for this shape on this architecture, or None."""
-    c, most = config, 2 * MOST_ITEMS * MOST_THREADS
+    c, most = config, 2 * NORM_ITEMS * NORM_THREADS
     checks = (
         (c.columns % (2 * c.world) == 0, f"a share of whole words of the columns, found {c.columns} for {c.world} ranks"),
-        (c.columns <= most, f"at most {most} columns, {MOST_ITEMS} words a thread; found {c.columns}"),
+        (c.columns <= most, f"at most {most} columns, {NORM_ITEMS} words a thread; found {c.columns}"),
         (c.tokens <= SMS, f"at most {SMS} tokens, whose blocks must run at once; found {c.tokens}"),
     )
     return _refusal(c, arch, checks)
