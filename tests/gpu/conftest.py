@@ -47,11 +47,12 @@ class Early:
                 *([(1, SIZES, False)] if ENGINE in names else []),
                 *([(ranks, SIZES, False)] if "stock_server" in names else []),
                 *([(ranks, SIZES, True)] if "mailbox_server" in names else []),
-                *([(ranks, slices.sizes(64), False)] if "load_server" in names else []),
+                *([(ranks, slices.sizes(64), ranks > 1)] if "load_server" in names else []),
             ]
         )
         took["kernels"] = time.monotonic() - began
-        checked = slices.fork(policy="report", audit={"every": 8}, shadow={"every": 16}, agree_every=64)
+        mailbox = {"exchange": "mailbox"} if ranks > 1 else {}
+        checked = slices.fork(policy="report", audit={"every": 8}, shadow={"every": 16}, agree_every=64, **mailbox)
         event_file = {"events": {"path": str(self.events / "mailbox.jsonl")}}
         made = {
             "stock_server": lambda: slices.serve(folder / "stock", ranks, slices.fork(), "gpu-stock.log", 8),
