@@ -351,7 +351,9 @@ def replace_kernels(monkeypatch: Any) -> Launches:
         monkeypatch.setattr(op, name, run)
 
     put(attn_res, "run", _attn_res)
-    put(projection, "run", _projection)
+    put(
+        projection, "run", lambda c, a, w, out: _shaped(out, c.tokens, c.rows).copy_(F.linear(_shaped(a, c.tokens, c.columns), w))
+    )
     put(oproj, "run", _oproj)
     put(all_reduce, "run", lambda c, x, out, box: out.copy_(_sum(c, _shaped(x, c.tokens, c.columns), box)))
     put(all_reduce, "run_norm", _sum_norm)
@@ -396,19 +398,7 @@ def _sum_norm(c: Any, x: Any, norm: Any, out: Any, box: Any) -> None:
     out.copy_(normed.chunk(c.world, 1)[box.rank])
 
 
-def _asked(ahead: Any, following: Any) -> None:
-    """The matrices are those that the plan asks for."""
-    found = [] if ahead is None else [(rows, ahead.pitch, True) for rows in ahead.rows]
-    assert found == [(m.shape[0], m.stride(0), m.shape[1] >= ahead.width) for m in following]
-
-
-def _projection(c: Any, a: Any, w: Any, out: Any, following: Any = ()) -> None:
-    _asked(c.ahead, following)
-    _shaped(out, c.tokens, c.rows).copy_(F.linear(_shaped(a, c.tokens, c.columns), w))
-
-
-def _oproj(c: Any, y: Any, weight: Any, prefix: Any, box: Any = None, following: Any = ()) -> None:
-    _asked(c.ahead, following)
+def _oproj(c: Any, y: Any, weight: Any, prefix: Any, box: Any = None) -> None:
     summed = _sum(c, F.linear(_shaped(y, c.tokens, c.columns), weight), box)
     prefix.copy_(summed if c.update == "write" else prefix + summed)
 
@@ -463,8 +453,7 @@ def _whole(c: Any, share: torch.Tensor, box: Any) -> torch.Tensor:
     return _sum(c, torch.cat(shares, 1), box)
 
 
-def _experts(c: Any, held: Any, z: Any, routing: Any, scratch: Any, out: Any, following: Any = ()) -> None:
-    _asked(c.following, following)
+def _experts(c: Any, held: Any, z: Any, routing: Any, scratch: Any, out: Any) -> None:
     assert held.layout == c.layout and held.width == c.width
     held = humming.unpack(held) if held.layout == experts.HUMMING else held
     _shaped(scratch.hidden, c.pairs, c.width)

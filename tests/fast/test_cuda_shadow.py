@@ -53,12 +53,19 @@ class Pool:
             self.latent[page, 5] = self.row[i] * factor
         self.hidden[:6] = (self.state[1].flatten()[:32] * factor).bfloat16()
 
-    def watch(self, fast: Callable[[], None], **every: int) -> tuple[cuda_shadow.Checked, Guard]:
+    def padded_step(self) -> None:
+        """As stock's, whose padded rows leave a convolution state of anything in the null block."""
+        self.step()
+        self.conv[0] = float("nan")
+
+    def watch(
+        self, fast: Callable[[], None], stock: Callable[[], None] | None = None, **every: int
+    ) -> tuple[cuda_shadow.Checked, Guard]:
         guard = Guard(Policy(policy="report", **every))
         caches = Caches({"k": self.conv}, {"k": self.state}, {"m": self.latent})
         padding = torch.tensor([False] * 4 + [True] * 2)
         watch = cuda_shadow.Watch(guard, caches, lambda: self.hidden, padding)
-        graphs = (SimpleNamespace(replay=fast), SimpleNamespace(replay=self.step))
+        graphs = (SimpleNamespace(replay=fast), SimpleNamespace(replay=stock or self.step))
         return cuda_shadow.Checked(watch, 6, "decode/6/cute", *graphs), guard
 
 
@@ -129,6 +136,17 @@ def test_another_result_than_stocks_is_found(spoil: Callable, reason: str) -> No
     graph, guard = pool.watch(lambda: (pool.step(), spoil(pool)), shadow_every=1)
     graph.replay()
     assert set(found(guard)) == {reason}
+
+
+def test_what_stocks_padded_rows_write_is_not_compared_and_no_leave_to_write() -> None:
+    pool = Pool()
+    graph, guard = pool.watch(pool.step, pool.padded_step, audit_every=1, shadow_every=1)
+    graph.replay()
+    assert found(guard) == {}
+    pool = Pool()
+    graph, guard = pool.watch(lambda: (pool.step(), pool.conv[0].fill_(1.0)), pool.padded_step, audit_every=1)
+    graph.replay()
+    assert set(found(guard)) == {"null_block_written"}
 
 
 def test_padded_rows_are_not_compared() -> None:

@@ -23,12 +23,16 @@ def test_every_word_has_one_place(world: int, words: int) -> None:
     assert all(place % WORD == 0 for place in places), "a word that is not aligned is not read in one piece"
 
 
-def test_the_health_word_names_the_lost_rank() -> None:
-    memory = torch.zeros(Layout(2, 1).bytes // 4, dtype=torch.int32)
-    box = Box(0, Layout(2, 1), memory, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_health_word_names_the_lost_rank(inference: bool) -> None:
+    """Also where the box was made in inference mode, as a worker makes it, and another thread asks."""
+    with torch.inference_mode(inference):
+        memory = torch.zeros(Layout(2, 1).bytes // 4, dtype=torch.int32)
+        box = Box(0, Layout(2, 1), memory, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
     assert box.health() == Health(None) and box.health().well
     box.health().check()
-    memory[0] = 2
+    with torch.inference_mode(inference):
+        memory[0] = 2
     assert box.health().lost == 1
     with pytest.raises(PeerLost, match="Rank 1") as lost:
         box.health().check()

@@ -145,6 +145,17 @@ def test_the_compiled_choice_is_the_plain_one(config: op.TopkConfig, live: int, 
         assert groups.arrived.item() == 0
 
 
+@pytest.mark.parametrize("bits", [0x7FFF7FFF, 0xFFC00000 - (1 << 32)])
+def test_an_expert_whose_logit_is_nan_is_chosen(bits: int, shared_store: build.Store) -> None:
+    """Of either sign, which a GPU's division may turn: so a lost rank's words reach the weights, and the check of the logits."""
+    one = Ranks(op.TopkConfig(1))
+    one.renew(1, 1)
+    one.shares[0][0][0, 700] = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    one.play(1)
+    assert 700 in one.ids[0].tolist()[0] and one.weights[0].isnan().all()
+    assert len(set(one.ids[0].tolist()[0])) == 16
+
+
 # -- several ranks ---------------------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,7 @@ class Box:
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=self.memory.is_cuda)
         self._side = torch.cuda.Stream(self.memory.device) if self.memory.is_cuda else None
 
+    @torch.inference_mode()  # as the tensors may be of a thread in that mode, and the one that asks of another
     def health(self) -> Health:
         """Read the health word beside whatever the GPU is doing: a copy of four bytes that waits for no compute stream."""
         with torch.cuda.stream(self._side):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -203,12 +203,16 @@ class Executor:
         scratch: dict[str, torch.Tensor] = {}
         for layer in m.layers:
             a = layer.attention
-            rows = a.in_proj.shape[0]
+            rows, inner = a.in_proj.shape[0], a.o_proj.shape[1]
             if ("in", rows, m.hidden) not in matmul:
                 matmul["in", rows, m.hidden] = plain(projection, projection.Config(tokens, rows, m.hidden))
-            key = self._output(layer)
-            if key not in matmul:
-                matmul[key] = plain(*self._output_config(tokens, layer))
+            update = self._update(layer)
+            if (update, m.hidden, inner) not in matmul:
+                if update == "out":
+                    planned = plain(projection, projection.Config(tokens, m.hidden, inner))
+                else:
+                    planned = plain(oproj, oproj.Config(tokens, m.hidden, inner, world=self.ranks, update=update))
+                matmul[update, m.hidden, inner] = planned
             if isinstance(a, Kda):
                 made = kda.plan(
                     kda.Config(a.heads, tokens, rows, lower_bound=a.lower_bound, norm_eps=a.norm_eps), arch, load=load
@@ -245,23 +249,6 @@ class Executor:
             return "out"
         return "write" if layer.write >= 0 else "add"
 
-    def _output(self, layer: Layer) -> tuple[str, int, int]:
-        """The key of a layer's o_proj in `Ready.matmul`."""
-        asks = "asking" if isinstance(layer.mlp, Moe) else "alone"
-        return f"{self._update(layer)} {asks}", self.model.hidden, layer.attention.o_proj.shape[1]
-
-    def _output_config(self, tokens: int, layer: Layer) -> tuple[Any, Any]:
-        """The op that multiplies by o_proj, and its config: where it can, it asks for what a MoE layer reads next."""
-        update, hidden, inner = self._update(layer), self.model.hidden, layer.attention.o_proj.shape[1]
-        op: Any = projection if update == "out" else oproj
-        config: Any = projection.Config(tokens, hidden, inner)
-        if update != "out":
-            config = oproj.Config(tokens, hidden, inner, world=self.ranks, update=update)
-        if self.moe is not None and isinstance(layer.mlp, Moe):
-            asking = replace(config, ahead=self.moe.front_ahead(tokens))
-            config = config if op.unavailable_reason(asking, self.arch) else asking
-        return op, config
-
     # -- a step ----------------------------------------
 
     def run(self, tokens: int, embedded: torch.Tensor, step: StepTensors) -> torch.Tensor:
@@ -296,15 +283,12 @@ class Executor:
             kda.run(ready.kda[a.name], packed, *weights, slots, conv, state, y)
         else:
             self._mla(ready, a, step, caches.latent[a.name], packed, y)
-        plan, following = ready.matmul[self._output(layer)], ()
-        if plan.config.ahead is not None:
-            assert self.moe is not None and isinstance(layer.mlp, Moe)
-            following = self.moe.front_weights(layer.mlp)
-        if self._update(layer) != "out":
-            oproj.run(plan, y, a.o_proj, self.prefix[:t], self.box, following=following)
+        update = self._update(layer)
+        if update != "out":
+            oproj.run(ready.matmul[update, hidden, inner], y, a.o_proj, self.prefix[:t], self.box)
             return None
         out = self.out[:t]
-        projection.run(plan, y, a.o_proj, out, following=following)
+        projection.run(ready.matmul[update, hidden, inner], y, a.o_proj, out)
         summed = self.reduce(out)
         if layer.write >= 0:
             self.prefix[:t].copy_(summed)

@@ -23,12 +23,9 @@ import torch
 
 from ..comm import Box
 from ..ops import all_reduce, experts, moe_front, moe_tail
-from ..ops.ahead import Ahead
 from ..ops.build import KernelSpec
 from ..ops.skinny import UNIT
 from .cuda_views import Model, Moe
-
-FRONT_COLUMNS, TAIL_COLUMNS = 512, 1024  # that the kernels in front ask into L2, of the front's matrices and the up-projection
 
 
 @dataclass(frozen=True)
@@ -113,37 +110,15 @@ class LatentMoe:
 
     # -- before capture ----------------------------------------
 
-    def _front(self, tokens: int) -> moe_front.Config:
-        m, rows = self.model, (self.chosen // self.parts, self.latent // self.parts, self.shared)
-        return moe_front.Config(tokens, m.hidden, *rows, beta=m.situ_beta, linear_beta=m.situ_linear_beta)
-
-    def front_ahead(self, tokens: int) -> Ahead | None:
-        """What the o_proj in front may ask for: the columns behind those that the front's ring has first."""
-        front = self._front(tokens)
-        tactic = front.shape.tactic
-        if not tactic.chunk or tactic.splits > 1 or not FRONT_COLUMNS:
-            return None
-        return Ahead(front.rows, self.model.hidden, tactic.stages * tactic.chunk, FRONT_COLUMNS)
-
-    def front_weights(self, w: Moe) -> tuple[torch.Tensor, ...]:
-        """The matrices that `front_ahead` is of."""
-        own = self.weights[id(w)]
-        return own.router, own.down, w.gate_up
-
-    def _tail_ahead(self) -> Ahead | None:
-        """What w2 may ask for: the up-projection's first columns."""
-        columns = min(TAIL_COLUMNS, self.latent // self.parts)
-        return Ahead((self.model.hidden,), self.latent, 0, columns) if columns else None
-
     def plans(self, tokens: int, arch: str, load: bool) -> tuple[Plans, list[KernelSpec]]:
         """The plans of one batch size and the kernels that they need; `load=False` compiles nothing. Raises ValueError where an
         operator refuses a shape."""
         m, w, n = self.model, self.first, self.parts
         beta, linear, held = m.situ_beta, m.situ_linear_beta, w.experts
-        front = moe_front.plan(self._front(tokens), arch)
+        rows = (self.chosen // n, self.latent // n, self.shared)
+        front = moe_front.plan(moe_front.Config(tokens, m.hidden, *rows, beta=beta, linear_beta=linear), arch)
         config = experts.Config(tokens, self.latent, held.width, self.chosen, w.top_k, beta, linear, held.layout, held.pitch)
-        asking = replace(config, following=self._tail_ahead())
-        routed = experts.plan(config if experts.unavailable_reason(asking, arch) else asking, arch, compiled=load)
+        routed = experts.plan(config, arch, compiled=load)
         choice = moe_front.TopkConfig(tokens, self.chosen, w.top_k, w.renormalise, w.scaling, grouped=routed.tactic.grouped)
         tail = moe_tail.Config(tokens, m.hidden, self.latent // n, self.shared, m.eps)
         latent, delta = None, None
@@ -180,8 +155,7 @@ class LatentMoe:
             gather = moe_front.Gather(z_own, z, box)
         moe_front.run_topk(plans.topk, logits, w.bias, num_tokens, ids, shares, groups, gather)
         routing = experts.Routing(ids, shares, num_tokens, self.offsets, pairs, self.active, self.num_active)
-        scratch, following = experts.Scratch(self.inner[: t * w.top_k]), (own.up,) if plans.experts.config.following else ()
-        experts.run(plans.experts, w.experts, z, routing, scratch, routed, following=following)
+        experts.run(plans.experts, w.experts, z, routing, experts.Scratch(self.inner[: t * w.top_k]), routed)
         if gather is not None:
             latent = self.own_latent[:t]
             all_reduce.run_norm(plans.latent, routed, own.norm, latent, gather.mailbox)

@@ -279,9 +279,10 @@ def group_pairs(config: cutlass.Constexpr, buffers: Any, live_tokens: Int32, mas
 
 
 def sortable(value: Any) -> Any:
-    """Unsigned number that orders as the fp32 value does."""
+    """Unsigned number that orders as the fp32 value does. NaN of either sign is above all: who has it is chosen, and seen."""
     bits = value.bitcast(Uint32)
-    return Uint32(select_(bits >= Uint32(0x80000000), ~bits, bits | Uint32(0x80000000)))
+    ordered = Uint32(select_(bits >= Uint32(0x80000000), ~bits, bits | Uint32(0x80000000)))
+    return Uint32(select_((bits & Uint32(0x7FFFFFFF)) > Uint32(0x7F800000), Uint32(0xFFFFFFFF), ordered))
 
 
 def topk(
