@@ -55,7 +55,7 @@ class Early:
         checked = slices.fork(policy="report", audit={"every": 8}, shadow={"every": 16}, agree_every=64, **mailbox)
         event_file = {"events": {"path": str(self.events / "mailbox.jsonl")}}
         made = {
-            "stock_server": lambda: slices.serve(folder / "stock", ranks, slices.fork(), "gpu-stock.log", 8),
+            "stock_server": lambda: slices.serve(folder / "stock", ranks, slices.fork(exchange="stock"), "gpu-stock.log", 8),
             "mailbox_server": lambda: slices.serve(
                 folder / "mailbox", ranks, slices.fork(exchange="mailbox", **event_file), "gpu-mailbox.log", 8
             ),

@@ -55,8 +55,8 @@ class Settings:
     agree_every: steps between comparisons of the ranks' decisions.
     summary_seconds: interval of the log line; 0 is never.
     allow_unvalidated: take kernels on an architecture where they were compiled and order-checked but never run.
-    exchange: how ranks sum on GPUs: `stock`, vLLM's all-reduce; `mailbox`, over NVLink memory, o_proj in its own launch (2, 4 or
-        8 ranks of one host).
+    exchange: how ranks sum on GPUs: `stock`, vLLM's all-reduce; `mailbox`, over NVLink memory inside our launches (2, 4 or 8
+        ranks of one host); `auto`, mailboxes where vLLM's own custom all-reduce has found all ranks linked.
     cpu_kernels: operators of the fast path on CPUs: `auto` takes C++ on the machine's best instruction set, or PyTorch where
         there is no library; `torch` is PyTorch; an instruction set's name forces that one.
     """
@@ -71,7 +71,7 @@ class Settings:
     agree_every: int = field(default=256, metadata={"low": 1})
     summary_seconds: float = field(default=60.0, metadata={"low": 0})
     allow_unvalidated: bool = False
-    exchange: Literal["stock", "mailbox"] = "stock"
+    exchange: Literal["auto", "stock", "mailbox"] = "auto"
     cpu_kernels: Literal["auto", "torch", "portable", "avx2", "avx512", "avx512bf16"] = "auto"
 
     def __post_init__(self) -> None:

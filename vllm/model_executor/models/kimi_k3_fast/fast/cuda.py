@@ -9,6 +9,7 @@ below.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from .. import settings
-from ..comm import Mailbox
+from ..comm import RANKS, Mailbox
 from ..guard import current
 from ..scope import deployment
 from . import cuda_shadow, metadata
@@ -60,7 +61,7 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
             world,
             tensor_model_parallel_all_reduce if world > 1 else lambda x: x,
             metadata.bind_ranks(current()),
-            _mailbox if chosen.exchange == "mailbox" and world > 1 else None,
+            _exchange(chosen.exchange, world),
             rank=get_tensor_model_parallel_rank(),
         )
 
@@ -136,6 +137,17 @@ class FastModelState(MambaHybridModelState):
         else:
             self.fast.record(metadata.batch_key(input_batch, cudagraph_mode.name.lower(), self.fast.generation))
         return found
+
+
+def _exchange(wanted: str, world: int) -> Callable[[int], Mailbox] | None:
+    """What makes the mailbox of a rank, or None where stock's all-reduce serves: as the setting says, or as the links allow."""
+    if world == 1 or wanted == "stock":
+        return None
+    if wanted == "auto":
+        custom = getattr(get_tp_group().device_communicator, "ca_comm", None)  # it has looked at the links between all ranks
+        if world not in RANKS or custom is None or custom.disabled:
+            return None
+    return _mailbox
 
 
 def _mailbox(words: int) -> Mailbox:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..comm import RANKS
 from ..model.config import K3Config
 from ..ops import build
 from ..ops import experts as experts_op
@@ -149,13 +150,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
-    parser.add_argument("--exchange", choices=("stock", "mailbox"), default="stock")
+    parser.add_argument("--exchange", choices=("stock", "mailbox"), help="else mailboxes for 2, 4 and 8 ranks, as a server does")
     parser.add_argument("--experts", choices=(RAW, HUMMING), help="layout of the experts' weights, else stock's on ARCH")
     parser.add_argument("--list", action="store_true", help="print the kernels, compile none")
     o = parser.parse_args(arguments)
     file = o.model / "config.json" if o.model.is_dir() else o.model
     sizes = [int(size) for size in o.sizes.split(",")]
-    ranks, mailbox = o.tensor_parallel_size, o.exchange == "mailbox"
+    ranks = o.tensor_parallel_size
+    mailbox = o.exchange == "mailbox" if o.exchange else ranks in RANKS
     found = specs(json.loads(file.read_text()), o.arch, ranks, o.max_model_len, sizes, mailbox, o.experts)
     if o.list:
         print("\n".join(f"{spec.name}-{build.content_hash(spec, o.arch)}" for spec in found))

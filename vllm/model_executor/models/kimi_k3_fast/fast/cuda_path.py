@@ -98,7 +98,8 @@ class CudaPath:
                 copied / 2**30,
             )
         self.guard.configure(settings)
-        self._facts, self._mutations = deployment.facts() | {"backend": BACKEND}, mutations
+        exchange = "none" if ranks == 1 else "stock" if mailbox is None else "mailbox"
+        self._facts, self._mutations = deployment.facts() | {"backend": BACKEND, "exchange": exchange}, mutations
         self.guard.deployment(self.refusals, self._facts, mutations)
         if deployment.runner != "v2":
             self.guard.watching = False  # the V1 runner's graphs say nothing that a record could be closed by

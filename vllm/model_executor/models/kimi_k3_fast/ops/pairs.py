@@ -4,7 +4,8 @@ Two neighbouring rows of a token are a pair, which travels as one word (`comm/la
 pairs, and the same group on the other ranks takes them.
 
     one-shot   every rank sends every pair to all ranks and adds up all of them itself: one trip, D * (world - 1) pairs / 2 sent
-    two-shot   pairs are dealt to ranks by 16; the owner adds them up and sends the sum to all: two trips, a world-th of the bytes
+    two-shot   pairs are dealt to ranks by 16; the owner adds them up and sends the sum to all: two trips, 2 / world of the bytes,
+               so that two ranks have nothing to gain from it
 
 Pure Python: the host half plans with it, the device half (`device/reduction.py`) traces with it.
 """
@@ -49,7 +50,7 @@ class Pairs(ABC):
 
     @property
     def two_shot(self) -> bool:
-        return self.world > 1 and (self.shots or (1 if self.tokens <= ONE_SHOT_TOKENS else 2)) == 2
+        return self.world > 1 and (self.shots or (2 if self.world > 2 and self.tokens > ONE_SHOT_TOKENS else 1)) == 2
 
     @property
     def group_words(self) -> int:
