@@ -370,14 +370,20 @@ def end_trace(worker: Any, steps: int) -> dict[str, Any]:
 def summarise(rows: Sequence[tuple[float, float, str]], steps: int) -> dict[str, Any]:
     """Launches and times of one decode step from (start us, end us, name) of all that ran on one GPU in `steps` of them.
 
-    span: first start to last end; busy: at least one kernel ran; communication: the sum of the kernels that wait for peers.
+    span: first start to last end; busy: at least one kernel ran; communication: the sum of the kernels that wait for peers. Of
+    each kernel `us` is how long it ran, which under early launches is mostly waiting, and `later_us` how much later than all
+    before it it ended: what it costs the step, gaps in front of it included.
     """
     kernels = sorted(r for r in rows if not r[2].startswith(("Memcpy", "Memset")))
     if not kernels:
         return {"steps": steps, "launches": 0}
     by_name: dict[str, list[float]] = {}
+    later: dict[str, float] = {}
+    last = kernels[0][0]
     for start, end, name in kernels:
         by_name.setdefault(name, []).append(end - start)
+        later[name] = later.get(name, 0.0) + max(end - last, 0.0)
+        last = max(last, end)
     costs = sorted(by_name.items(), key=lambda item: -sum(item[1]))
     return {
         "steps": steps,
@@ -386,7 +392,10 @@ def summarise(rows: Sequence[tuple[float, float, str]], steps: int) -> dict[str,
         "span_us": (max(end for _, end, _ in kernels) - kernels[0][0]) / steps,
         "busy_us": busy(kernels) / steps,
         "communication_us": sum(sum(us) for name, us in costs if any(c in name.lower() for c in COMMUNICATION)) / steps,
-        "kernels": [{"name": name[:160], "launches": len(us) / steps, "us": sum(us) / steps} for name, us in costs[:40]],
+        "kernels": [
+            {"name": name[:160], "launches": len(us) / steps, "us": sum(us) / steps, "later_us": later[name] / steps}
+            for name, us in costs[:40]
+        ],
     }
 
 

@@ -255,7 +255,9 @@ def test_trace_summary() -> None:
     rows = [(start + at, end + at, name) for at in (0.0, 30.0) for start, end, name in one]
     found = engine_arm.summarise(rows, 2)
     assert (found["launches"], found["copies"], found["span_us"], found["busy_us"]) == (3, 1, 25, 18)
-    assert found["communication_us"] == 6 and found["kernels"][0] == {"name": "gemm", "launches": 2, "us": 17}
+    assert found["communication_us"] == 6
+    assert found["kernels"][0] == {"name": "gemm", "launches": 2, "us": 17, "later_us": 17}
+    assert sum(kernel["later_us"] for kernel in found["kernels"]) == found["span_us"]
     assert engine_arm.summarise([], 2)["launches"] == 0
 
 
