@@ -14,15 +14,12 @@ that leave L2 first and h1 for a rehearsal of the loop. `library` multiplies by 
 layer ends: what it costs the chain.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
 cuts of theirs: "default;strip=4 flight=3" names fields of the tactic.
-`--ahead "none;front=512,tail=1024"` lets kernels ask the next matrices into L2: o_proj so many columns of all that the front
-reads, behind those that the front's own ring has first, and the experts' w2 the first columns of the tail's up-projection.
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -38,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.ops.ahead import compile_all
 from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
-from vllm.model_executor.models.kimi_k3_fast.ops.ahead import Ahead
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
 from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY, Library
@@ -176,43 +172,16 @@ def cut_by_letters(op: Any, config: Any, text: str, arch: str) -> Any:
     return config
 
 
-def configs(s: Slice, batch: int, tactic: str, ahead: str, arch: str) -> dict[str, Any]:
-    """The configs of the four matmuls with the tactics that `tactic` has for them. o_proj asks for columns of the front where
-    `ahead` says so, both are rings and all blocks of the front begin at the same column.
-    """
-    found = {name: cut(name, config, tactic, arch) for name, config in matmuls(s, batch).items()}
-    columns, front = fields_of(ahead).get("front"), found["front"]
-    if columns:
-        first = front.shape.tactic.stages * front.shape.tactic.chunk if front.shape.tactic.splits == 1 else 0
-        asking = replace(found["o_proj"], ahead=Ahead(front.rows, D, first, columns))
-        refusal = projection.unavailable_reason(asking, arch) if first else "the front is no ring of one split"
-        if refusal:
-            print(f"no {ahead!r} for {front}: {refusal}", flush=True)
-        else:
-            found["o_proj"] = asking
-    return found
-
-
-def routed(s: Slice, batch: int, layout: str, cut: str, ahead: str, arch: str, compiled: bool = True) -> experts.Plan:
-    """The plan of the experts, with the fields of its tactic that `cut` names. w2 asks for columns of the tail where `ahead` says
-    so and pairs are not grouped.
-    """
+def routed(s: Slice, batch: int, layout: str, cut: str, arch: str, compiled: bool = True) -> experts.Plan:
+    """The plan of the experts, with the fields of its tactic that `cut` names."""
     config = experts.Config(batch, width=s.width, layout=layout)
-    fields, columns = fields_of(cut), fields_of(ahead).get("tail")
+    fields = fields_of(cut)
     tactic = replace(experts.chosen_tactic(config, arch), **fields) if fields else None
-    if columns:
-        asking = replace(config, following=Ahead((D,), LATENT, 0, columns))
-        refusal = experts.unavailable_reason(asking, arch, tactic)
-        if refusal:
-            print(f"no {ahead!r} for {config}: {refusal}", flush=True)
-        else:
-            config = asking
     return experts.plan(config, arch, tactic, compiled)
 
 
-def fields_of(text: str) -> dict[str, int]:
-    """Numbers by name. No name is in "default" and in "none"."""
-    return {name: int(value) for name, value in (word.split("=") for word in text.replace(",", " ").split() if "=" in word)}
+def fields_of(cut: str) -> dict[str, int]:
+    return {name: int(value) for name, value in (word.split("=") for word in cut.split() if word != "default")}
 
 
 def fits(layout: str, cut: str) -> bool:
@@ -232,7 +201,7 @@ class Chain:
         batch: int,
         weights: list[dict[str, Any]],
         arch: str,
-        matmul_configs: dict[str, Any],
+        tactic: str,
         experts_plan: experts.Plan,
     ) -> None:
         self.weights, self.batch = weights, batch
@@ -247,7 +216,7 @@ class Chain:
         self.conv = [bf16(batch + 1, 3, 3 * inner) for _ in weights]
         self.state = [torch.randn(batch + 1, s.heads, HEAD, HEAD, device="cuda") * 0.1 for _ in weights]
         self.attn_res = attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch)
-        matmul = {name: OPS[name].plan(config, arch) for name, config in matmul_configs.items()}
+        matmul = {n: OPS[n].plan(cut(n, c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
         self.in_proj, self.o_proj, self.front, self.tail = (matmul[n] for n in ("in_proj", "o_proj", "front", "tail"))
         self.products = {name: bf16(*shape) for name, (shape, _) in self.tail.scratch_shapes().items()}
         self.kda = kda.plan(kda.Config(s.heads, batch, columns), arch)
@@ -298,14 +267,12 @@ class Chain:
             self.state[i],
             self.y,
         )
-        front = (w["router"], w["down"], w["gate_up"])
-        projection.run(self.o_proj, self.y, w["o_proj"], self.out, following=front if self.o_proj.config.ahead else ())
+        projection.run(self.o_proj, self.y, w["o_proj"], self.out)
         attn_res.run(self.attn_res, w["score"][1], w["norm"][1], self.out, self.blocks, self.prefix, self.mixed)
         outputs = (self.logits, self.z, self.hidden)
-        moe_front.run(self.front, self.mixed, *front, *outputs, self.products)
+        moe_front.run(self.front, self.mixed, w["router"], w["down"], w["gate_up"], *outputs)
         self.choose(w)
-        up = (w["up"],) if self.experts.config.following else ()
-        experts.run(self.experts, w["experts"], self.z, self.routing, self.scratch, self.routed, following=up)
+        experts.run(self.experts, w["experts"], self.z, self.routing, self.scratch, self.routed)
         weights = (w["latent_norm"], w["up"], w["shared_down"])
         moe_tail.run(self.tail, self.routed, self.hidden, *weights, self.delta, self.products)
 
@@ -376,15 +343,12 @@ def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str
     return [(name, statistics.median(found)) for name, found in zip(short, ends, strict=True)]
 
 
-def specs_of(
-    s: Slice, batch: int, tactics: list[str], aheads: list[str], arch: str, routings: list[tuple[str, str]]
-) -> list[build.KernelSpec]:
+def specs_of(s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]]) -> list[build.KernelSpec]:
     """Every kernel of a chain. routings: layouts of the experts with cuts of their tactics."""
-    matmul_configs = [configs(s, batch, tactic, ahead, arch) for tactic in tactics for ahead in aheads]
-    of_matmuls = [OPS[name].spec(config) for found in matmul_configs for name, config in found.items()]
+    of_matmuls = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
     found = [spec for spec in of_matmuls if spec is not None]
-    for (layout, text), ahead in itertools.product(routings, aheads):
-        plan = routed(s, batch, layout, text, ahead, arch, compiled=False)
+    for layout, text in routings:
+        plan = routed(s, batch, layout, text, arch, compiled=False)
         found += [*plan.specs, moe_front.topk_spec(moe_front.TopkConfig(batch, grouped=plan.tactic.grouped))]
     found += [attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch).spec]
     return [*found, kda.plan(kda.Config(s.heads, batch, kda.columns(s.heads)), arch, load=False).spec]
@@ -409,13 +373,12 @@ def matmul_costs(costs: list[tuple[str, float]], experts_launches: int) -> dict[
 
 def write_tables(folder: Path, results: list[dict[str, Any]], arch: str, source: dict[str, Any]) -> None:
     """For every slice and batch the tactics of the fastest chain into the ops' tactics.json: a matmul is never alone in a step.
-    `us` and `incumbent_us` are what the kernel costs its chain and the default's, `chain_us` the whole layer. Of chains in which
-    nothing is asked for ahead.
+    `us` and `incumbent_us` are what the kernel costs its chain and the default's, `chain_us` the whole layer.
     """
     sizes = ("rows", "columns", "latent", "experts", "shared", "world")
     fresh: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     for s, batch in dict.fromkeys((r["slice"], r["batch"]) for r in results):
-        case = [r for r in results if (r["slice"], r["batch"]) == (s, batch) and r["finite"] and r["ahead"] == "none"]
+        case = [r for r in results if (r["slice"], r["batch"]) == (s, batch) and r["finite"]]
         best, default = min(case, key=lambda r: r["us"]), next((r for r in case if r["tactic"] == "default"), None)
         for name, config in matmuls(Slice(int(s[2:])), batch).items():
             tactic = cut(name, config, best["tactic"], arch).chosen
@@ -444,18 +407,15 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="folder of the ops, whose tactics.json take the fastest tactics")
     parser.add_argument("--layout", default="raw", help="layouts of the experts: raw,humming")
     parser.add_argument("--experts", default="default", help="cuts of the experts' tactic, separated by semicolons")
-    parser.add_argument("--ahead", default="none", help="columns that are asked for ahead, by matmul; separated by semicolons")
     parser.add_argument("--commit")
     options = parser.parse_args()
     routings = [
         (layout, text) for layout in options.layout.split(",") for text in options.experts.split(";") if fits(layout, text)
     ]
-    tactics, aheads = ([text.strip() for text in given.split(";")] for given in (options.tactics, options.ahead))
-    if not {name for text in aheads for name in fields_of(text)} <= {"front", "tail"}:
-        parser.error(f"expected columns of front and tail, found --ahead {options.ahead!r}")
+    tactics = [text.strip() for text in options.tactics.split(";")]
     cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
     arch = options.compile or build.device_arch()
-    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, aheads, arch, routings)), arch)
+    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch, routings)), arch)
     if options.compile:
         return
     results = []
@@ -465,10 +425,9 @@ def main() -> None:
         weights = {"raw": [layer_weights(s) for _ in range(LAYERS)]}
         if "humming" in options.layout:
             weights["humming"] = [{**w, "experts": humming.pack(w["experts"])} for w in weights["raw"]]
-        cuts = itertools.product(map(int, options.batches.split(",")), tactics, routings, aheads)
-        for batch, tactic, (layout, text), ahead in cuts:
-            matmul_configs = configs(s, batch, tactic, ahead, arch)
-            chain = Chain(s, batch, weights[layout], arch, matmul_configs, routed(s, batch, layout, text, ahead, arch))
+        cuts = [(int(b), t, routing) for b in options.batches.split(",") for t in tactics for routing in routings]
+        for batch, tactic, (layout, text) in cuts:
+            chain = Chain(s, batch, weights[layout], arch, tactic, routed(s, batch, layout, text, arch))
             us, graph = measure(chain)
             rows = kernels(graph)
             launches = len(rows) / (2 * LAYERS)
@@ -480,7 +439,6 @@ def main() -> None:
                     "slice": f"TP{full_tp}",
                     "batch": batch,
                     "tactic": tactic,
-                    "ahead": ahead,
                     "layout": layout,
                     "experts": str(chain.experts.tactic),
                     "us": us,
@@ -500,7 +458,7 @@ def main() -> None:
             if options.timeline:
                 options.timeline.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{start:.1f} {us:.1f} {name[:120]}\n" for start, us, name in rows)
-                case = f"tp{full_tp}_b{batch}_{layout}_{ahead}_{tactic.replace(' ', '-')}"[:100]
+                case = f"tp{full_tp}_b{batch}_{layout}_{tactic.replace(' ', '-')}"[:100]
                 (options.timeline / f"{case}.txt").write_text(text)
         del weights
         torch.cuda.empty_cache()

@@ -905,7 +905,6 @@ def run_ranks(
     arch: str = "sm_90a",
     seed: int = 0,
     missing: int | None = None,
-    prefetched: list[tuple[int, int]] | None = None,
     machine: type[Launch] = Launch,
 ) -> None:
     """As `run`, a launch of every rank, all at once, over one memory. `peers` of each rank, a table of addresses, is filled in
@@ -922,5 +921,3 @@ def run_ranks(
     launches = [machine(spec, arch, own, grid, cluster, memory, order) for rank, own in enumerate(tensors) if rank != missing]
     _run_together([c for launch in launches for c in launch.clusters()], order)
     memory.give_back()
-    if prefetched is not None:
-        prefetched += memory.prefetched

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-import asked
 import bulk_machine
 import pytest
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
-from vllm.model_executor.models.kimi_k3_fast.ops.ahead import Ahead
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming, reference, torch_form
 from vllm.model_executor.models.kimi_k3_fast.ops.situ.torch_form import situ
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
@@ -169,7 +166,6 @@ def test_the_kernels_compile(
 
 
 ON_MACHINE = op.Config(tokens=3, hidden=256, width=32, experts=6, top_k=2)
-AHEAD = Ahead(rows=(1100, 24), pitch=256, first=64, columns=136)  # more rows than lanes that ask
 FEW = op.Tactic(grouped=False, split=2, teams=2, stages=3, ahead=1, height=16, warps=3, depth=2)
 FEW_GROUPED = replace(op.GROUPED, split=4, stages=3, height=16, warps=3, depth=2, slots=2)
 
@@ -182,22 +178,15 @@ def play(
     stored: Callable[[torch_form.Weights], torch_form.Weights],
     rows: int,
 ) -> None:
-    """The kernels of a tactic on the machine of the tests, held to float64, and what w2 asks for ahead to what is wanted. stored:
-    the checkpoint's layout into the kernels'. rows: of the output that a block of w2 owns."""
+    """The kernels of a tactic on the machine of the tests, held to float64. stored: the checkpoint's layout into the kernels'.
+    rows: of the output that a block of w2 owns."""
     weights, z = make_weights(config), make_input(config)
     hidden, out = (torch.full(size, torch.nan).bfloat16() for size in ((config.pairs, config.width), z.shape))
-    asks = asked.as_parameters(config.following, asked.following(config.following)[0]) if config.following else {}
-    tensors = {**asks, **vars(stored(weights)), **vars(routing), "z": z, "hidden": hidden, "out": out}
+    tensors = {**vars(stored(weights)), **vars(routing), "z": z, "hidden": hidden, "out": out}
     for spec in op.specs_for(config, tactic):
         blocks = 3 if spec.config.grid else config.hidden // rows
         small = replace(spec, config=replace(spec.config, grid=3 if spec.config.grid else 0))
-        names, found = {p.name for p in spec.params}, []
-        own = {name: tensor for name, tensor in tensors.items() if name in names}
-        bulk_machine.run(small, own, (blocks,), seed=live, prefetched=found)
-    if config.following:
-        asked.check(config.following, found)
-        before, _ = asked.around(small)
-        assert re.search(r"cp\.async\.(bulk\.shared|cg)", before), "asked for in front of the first copies"
+        bulk_machine.run(small, {p.name: tensors[p.name] for p in spec.params}, (blocks,), seed=live)
     exact = reference.experts(config, weights, z, routing)
     plain = torch_form.run(
         z[:live], routing.ids[:live].long(), routing.weights[:live], weights, lambda x: situ(x, config.beta, config.linear_beta)
@@ -214,10 +203,8 @@ def play(
         (replace(ON_MACHINE, width=96), replace(FEW, teams=3, split=1, height=8, depth=1), 3, None),
         (replace(ON_MACHINE, tokens=4), FEW_GROUPED, 4, 3),  # experts with more tokens than slots
         (replace(ON_MACHINE, tokens=9), replace(FEW_GROUPED, padded=True, height=8), 9, 2),  # and than the matrix unit takes
-        (replace(ON_MACHINE, following=AHEAD), FEW, 2, None),
-        (replace(ON_MACHINE, following=AHEAD), replace(FEW, warps=7, depth=1), 2, None),  # warps without an entry
     ],
-    ids=["pairs", "three groups", "grouped", "gathered", "asking", "asking, idle warps"],
+    ids=["pairs", "three groups", "grouped", "gathered"],
 )
 def test_the_compiled_kernels_compute_the_reference(
     config: op.Config, tactic: op.Tactic, live: int, meet: int | None, fresh_store: build.Store
@@ -243,24 +230,6 @@ def test_a_shape_without_a_kernel_is_refused_with_what_was_expected(change: dict
     assert refusal is not None and refusal.reason is Reason.OP_SHAPE and words in refusal.detail
     with pytest.raises(ValueError, match=words):
         op.plan(config, "sm_90a", compiled=False)
-
-
-@pytest.mark.parametrize("layout", [op.RAW, op.HUMMING])
-def test_only_pairs_ask_ahead_and_want_as_many_matrices(layout: str) -> None:
-    config, grouped = (
-        op.Config(tokens=2, layout=layout, following=AHEAD),
-        op.PACKED_GROUPED if layout == op.HUMMING else op.GROUPED,
-    )
-    assert op.unavailable_reason(config, "sm_90a") is None
-    with pytest.raises(ValueError, match="expected pairs"):
-        op.plan(config, "sm_90a", grouped, compiled=False)
-    for change, words in (({"tokens": 64}, "expected pairs"), ({"following": replace(AHEAD, columns=132)}, "whole 16 bytes")):
-        refusal = op.unavailable_reason(replace(config, **change), "sm_90a")
-        assert refusal is not None and refusal.reason is Reason.OP_SHAPE and words in refusal.detail
-    plan, routing = op.plan(config, "sm_90a", compiled=False), make_routing(TINY)
-    tensor = torch.zeros(1)
-    with pytest.raises(ValueError, match="found 1"):
-        op.run_w2(plan, make_weights(TINY), routing, op.Scratch(tensor), tensor, following=[tensor])
 
 
 def test_an_architecture_without_a_kernel_is_refused() -> None:
@@ -408,22 +377,6 @@ def test_gpu_all_tokens_may_meet_in_the_same_experts(tactic: op.Tactic | op.Pack
         make_input(config, "cuda"),
         make_routing(config, "cuda", experts=config.top_k),
     )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("what", [AHEAD, Ahead((7168,), 3584, 0, 1024)], ids=str)
-@pytest.mark.parametrize("tactic", [op.PAIRS, op.PACKED], ids=str)
-def test_gpu_asking_changes_no_number_and_no_matrix(tactic: op.Tactic | op.PackedTactic, what: Ahead) -> None:
-    config, results = replace(op.SMALL, tokens=3), []
-    weights, z, routing = make_weights(config, "cuda"), make_input(config, "cuda"), make_routing(config, "cuda", num_tokens=2)
-    matrices = [matrix.cuda() for matrix in asked.following(what)[0]]
-    before = [matrix.clone() for matrix in matrices]
-    for following in (None, what):
-        plan, held = prepared(replace(config, following=following), tactic, weights)
-        scratch, out = poisoned(config)
-        op.run(plan, held, z, routing, scratch, out, following=matrices if following else ())
-        results.append(out)
-    assert torch.isfinite(results[0]).all() and torch.equal(*results) and all(map(torch.equal, matrices, before))
 
 
 @pytest.mark.gpu

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import asked
-import bulk_machine
 import pytest
 import torch
+from bulk_machine import run_ranks
 from yardstick import boxes, check_error
 
 from vllm.model_executor.models.kimi_k3_fast.comm import Box, Mailbox, PeerLost
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import oproj as op
-from vllm.model_executor.models.kimi_k3_fast.ops.ahead import Ahead
 from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.oproj.reference import oproj, torch_form
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
@@ -35,8 +32,7 @@ SMALL = [
 ]
 ODD = op.Config(5, 142, 256, world=2, shots=2, tactic=Tactic(groups=3, k_warps=4), bound_ns=BOUND_NS)  # shares of 47 and 48 rows
 RING = replace(ODD, tactic=Tactic(groups=3, k_warps=2, tiles=3, stages=2, chunk=64, fetchers=2, height=48))
-AHEAD = Ahead(rows=(200, 24, 9), pitch=256, first=64, columns=136)  # more rows than lanes that ask
-ASKING = [replace(RING, world=world, shots=shots, ahead=AHEAD) for world, shots in ((1, None), (2, 1), (2, 2))]
+ON_MACHINE = [replace(RING, world=1, shots=None), replace(RING, shots=1, update="write"), RING]
 LIBRARYS = [op.Config(t, 160, 256, update=u, tactic=LIBRARY) for t, u in ((3, "write"), (64, "add"))]
 SPLIT = op.Config(9, 160, 512, world=2, shots=2, tactic=Tactic(groups=4, splits=2, k_warps=4), bound_ns=BOUND_NS)
 
@@ -114,34 +110,25 @@ def test_a_mailbox_that_does_not_fit_is_refused() -> None:
             op.run(plan, torch.zeros(1), torch.zeros(1), torch.zeros(1), box)
 
 
-@pytest.mark.parametrize("config", ASKING, ids=str)
-def test_ranks_ask_for_the_following_columns_while_they_sum(config: op.Config, shared_store: build.Store) -> None:
-    """On the machine of the tests, with what they ask for and without."""
-    draw = [
-        [torch.randn(s) for s in ((config.tokens, config.columns), (config.rows, config.columns))] for _ in range(config.world)
-    ]
-    ys, weights = [y.bfloat16() for y, _ in draw], [(w / config.columns**0.5).bfloat16() for _, w in draw]
-    before, matrices, found = torch.randn(config.tokens, config.rows).bfloat16(), asked.following(AHEAD, config.world), []
-    layout, sums = Layout(config.world, config.words), []
-    for ahead in (None, AHEAD):
-        ranks: list[dict[str, Any]] = [
-            {
-                **(asked.as_parameters(AHEAD, matrices[r]) if ahead else {}),
-                **{"w": weights[r], "x": ys[r], "prefix": before.clone()},
-                **{"peers": torch.zeros(config.world, dtype=torch.int64), "epoch": torch.zeros(2, dtype=torch.int32)},
-                **{"box": torch.zeros(layout.bytes // 4, dtype=torch.int32), "rank": r, "words": layout.words},
-            }
-            for r in range(config.world)
+@pytest.mark.parametrize("config", ON_MACHINE, ids=str)
+def test_ranks_sum_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+    """Two calls over the same mailboxes: each must see its own epoch's words."""
+    held = boxes(Layout(config.world, config.words), "cpu")
+    for call in range(2):
+        ys = [torch.randn(config.tokens, config.columns).bfloat16() for _ in held]
+        weights = [(torch.randn(config.rows, config.columns) / config.columns**0.5).bfloat16() for _ in held]
+        before = torch.randn(config.tokens, config.rows).bfloat16()
+        prefixes = [before.clone() if config.update == "add" else torch.full_like(before, float("nan")) for _ in held]
+        ranks = [
+            {"w": weights[box.rank], "x": ys[box.rank], "prefix": prefixes[box.rank]}
+            | {"peers": box.addresses, "box": box.memory, "epoch": box.epoch, "rank": box.rank, "words": config.words}
+            for box in held
         ]
-        grid = (config.shape.tactic.groups,)
-        bulk_machine.run_ranks(op.spec(replace(config, ahead=ahead)), ranks, grid, seed=config.tokens, prefetched=found)
-        sums += [own["prefix"] for own in ranks]
-    asked.check(AHEAD, found, config.world)
-    assert all(torch.equal(other, sums[0]) for other in sums[1:])
-    case = (ys, weights, before, config.update)
-    check_error(sums[0], oproj(*case), torch_form(*case))
-    _, behind = asked.around(op.spec(config))
-    assert "cp.async.bulk.shared" not in behind and ("st.relaxed.sys" in behind) == (config.world > 1)
+        run_ranks(op.spec(config), ranks, (config.shape.tactic.groups,), seed=call)
+        case = (ys, weights, before, config.update)
+        check_error(prefixes[0], oproj(*case), torch_form(*case))
+        for prefix in prefixes:
+            assert torch.equal(prefix, prefixes[0]), "ranks hold different bits"
 
 
 # -- one GPU, ranks as streams ---------------------------------------------------------------------------------------------------
@@ -154,8 +141,6 @@ class Ranks:
         self.config = config
         self.plan = op.plan(config, build.device_arch())
         self.boxes = boxes(Layout(config.world, config.words)) if config.world > 1 else [None]
-        asks = asked.following(config.ahead, config.world) if config.ahead else [[] for _ in self.boxes]
-        self.following = [[matrix.cuda() for matrix in own] for own in asks]
         self.streams = [torch.cuda.Stream() for _ in self.boxes]
         self.renew(0)
 
@@ -180,8 +165,7 @@ class Ranks:
             with torch.cuda.stream(self.streams[rank]):
                 if rank == late:
                     torch.cuda._sleep(200_000)  # cycles: about 100 us
-                tensors = (self.ys[rank], self.weights[rank], self.prefixes[rank])
-                op.run(self.plan, *tensors, self.boxes[rank], following=self.following[rank])
+                op.run(self.plan, self.ys[rank], self.weights[rank], self.prefixes[rank], self.boxes[rank])
 
     def check(self) -> None:
         torch.cuda.synchronize()
@@ -193,7 +177,7 @@ class Ranks:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT, RING, replace(RING, shots=1), *ASKING, *LIBRARYS], ids=str)
+@pytest.mark.parametrize("config", [*SMALL, ODD, SPLIT, RING, replace(RING, shots=1), *LIBRARYS], ids=str)
 def test_numbers_over_many_epochs(config: op.Config) -> None:
     ranks = Ranks(config)
     for seed in range(5):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import asked
 import pytest
 import torch
 from bulk_machine import run as run_ptx
@@ -13,7 +12,6 @@ from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import projection as op
-from vllm.model_executor.models.kimi_k3_fast.ops.ahead import Ahead
 from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.projection.reference import projection
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, default_tactic, ring_tactic
@@ -39,8 +37,6 @@ RINGS = [  # stages used again and again; a last chunk in part; splits of unlike
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, k_warps=1, tiles=3, stages=3, chunk=64, fetchers=4)),
 ]
 RINGS += [replace(RINGS[1], tactic=replace(RINGS[1].tactic, k_warps=1, passing=True, rehearse=True))]
-AHEAD = Ahead(rows=(400, 24, 9), pitch=256, first=64, columns=136)  # more rows than lanes that ask
-ASKING = [replace(config, ahead=AHEAD) for config in RINGS[1:3]]
 
 
 STREAMED = default_tactic(6288, (7168,), 64)
@@ -61,34 +57,6 @@ def test_refuses_what_it_cannot_compute() -> None:
         assert op.unavailable_reason(config, "sm_90a").reason is Reason.OP_SHAPE
         with pytest.raises(ValueError, match="expected"):
             op.plan(config, "sm_90a")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rows": ()}, "1 to 3 following matrices"),
-        ({"rows": (1, 1, 1, 1)}, "1 to 3 following matrices"),
-        ({"rows": (8, 0)}, "with rows"),
-        ({"columns": 132}, "whole 16 bytes"),
-        ({"columns": 0}, "within the pitch"),
-        ({"first": 128}, "within the pitch"),
-        ({"rows": (1 << 20,)}, "which L2 can keep"),
-    ],
-)
-def test_refuses_to_ask_for_what_it_cannot(change: dict[str, int], words: str) -> None:
-    config = replace(RINGS[0], ahead=replace(AHEAD, **change))
-    refusal = op.unavailable_reason(config, "sm_90a")
-    assert refusal is not None and refusal.reason is Reason.OP_SHAPE and words in refusal.detail
-
-
-def test_only_a_ring_asks_and_wants_as_many_matrices() -> None:
-    assert op.unavailable_reason(ASKING[0], "sm_90a") is None
-    for tactic in (SMALL[2].tactic, LIBRARY):
-        assert "expected a ring" in str(op.unavailable_reason(replace(ASKING[0], tactic=tactic), "sm_90a"))
-    tensor = torch.zeros(1)
-    for config, count in ((ASKING[0], 0), (ASKING[0], 2), (RINGS[0], 1), (replace(RINGS[0], tactic=LIBRARY), 1)):
-        with pytest.raises(ValueError, match=f"found {count}"):
-            op.run(op.plan(config, "sm_90a"), tensor, tensor, tensor, following=[tensor] * count)
 
 
 def test_many_tokens_are_the_librarys_and_few_are_a_rings() -> None:
@@ -116,7 +84,7 @@ def test_the_librarys_product(tokens: int) -> None:
         op.run(op.plan(config, "sm_90a"), a, w, found[:, 1:])
 
 
-@pytest.mark.parametrize("config", [*SMALL[2:], *RINGS, *ASKING, NARROW], ids=str)
+@pytest.mark.parametrize("config", [*SMALL[2:], *RINGS, NARROW], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
 
@@ -146,21 +114,6 @@ def test_stages_give_the_right_numbers_in_any_order_of_warps(config: op.Config, 
     grid = (tactic.groups * tactic.splits,)
     run_ptx(op.spec(config), {"w": w, "x": a, "y": out}, grid, seed=config.tokens, cluster=tactic.splits)
     check_error(out, projection(a, w), _plain({"a": a, "w": w}, config.out))
-
-
-@pytest.mark.parametrize("config", ASKING, ids=str)
-def test_a_ring_asks_for_the_following_columns_behind_its_copies(config: op.Config, shared_store: build.Store) -> None:
-    a, w = torch.randn(config.tokens, config.columns).bfloat16(), torch.randn(config.rows, config.columns).bfloat16()
-    tactic, (matrices,), found = config.shape.tactic, asked.following(AHEAD), []
-    outs = {ahead: torch.full((config.tokens, config.rows), float("nan")).bfloat16() for ahead in (None, AHEAD)}
-    for ahead, out in outs.items():
-        tensors = asked.as_parameters(AHEAD, matrices) if ahead else {}
-        spec, grid = op.spec(replace(config, ahead=ahead)), (tactic.groups * tactic.splits,)
-        run_ptx(spec, {**tensors, "w": w, "x": a, "y": out}, grid, cluster=tactic.splits, prefetched=found)
-    asked.check(AHEAD, found)
-    assert torch.equal(*outs.values())
-    before, after = asked.around(op.spec(config))
-    assert "cp.async.bulk.shared" in before and "cp.async.bulk.shared" not in after
 
 
 @pytest.mark.gpu
@@ -193,19 +146,6 @@ def test_replay_sees_changed_inputs_and_no_row_is_left_out(config: op.Config) ->
     out = torch.empty(config.tokens, config.rows, device="cuda", dtype=build.DTYPES[config.out][1])
     replay_with(lambda: op.run(plan, case["a"], case["w"], out), case, {"a": fresh["a"]}, [out])
     check_error(out, projection(fresh["a"], case["w"]), _plain({"a": fresh["a"], "w": case["w"]}, config.out))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [*ASKING, replace(_ring(1), ahead=Ahead((896, 3584, 1536), 7168, 1536, 512))], ids=str)
-def test_asking_changes_no_number_and_no_matrix(config: op.Config) -> None:
-    asking, silent = (op.plan(replace(config, ahead=ahead), build.device_arch()) for ahead in (config.ahead, None))
-    case, fresh = _case(config, 2), _case(config, 3)
-    matrices = [matrix.cuda() for matrix in asked.following(config.ahead)[0]]
-    before = [matrix.clone() for matrix in matrices]
-    out, wanted = (torch.empty(config.tokens, config.rows, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    replay_with(lambda: op.run(asking, case["a"], case["w"], out, following=matrices), case, {"a": fresh["a"]}, [out])
-    op.run(silent, fresh["a"], case["w"], wanted)
-    assert torch.equal(out, wanted) and all(map(torch.equal, matrices, before))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import layer_chain, timing
 from benchmarks.ops import matmuls, winners
 from vllm.model_executor.models.kimi_k3_fast.ops import measured, projection
-from vllm.model_executor.models.kimi_k3_fast.ops.ahead import Ahead
 from vllm.model_executor.models.kimi_k3_fast.ops.library import LIBRARY
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic, ring_tactic, tactics
 
@@ -75,22 +74,10 @@ def test_tactics_of_one_case_have_names_of_their_own() -> None:
     assert Tactic(**asdict(ring)) == ring
 
 
-def test_the_layer_asks_for_what_the_next_ring_has_not() -> None:
-    """o_proj behind the columns that the front's ring is filled with; neither it nor w2 where many tokens have other kernels."""
-    few, many = ((layer_chain.Slice(8), batch) for batch in (1, 64))
-    front = layer_chain.configs(*few, "default", "front=512,tail=1024", "sm_90a")["front"].shape.tactic
-    for case, tactic, text, first in (
-        (few, "default", "front=512,tail=1024", front.stages * front.chunk),
-        (few, "ring c256", "front=512", 6 * 256),
-        (few, "ring c256 s2", "front=512", None),
-        (few, "default", "tail=512", None),
-        (many, "default", "front=512", None),
-    ):
-        found = layer_chain.configs(*case, tactic, text, "sm_90a")["o_proj"].ahead
-        assert found == (Ahead((896, 3584, 1536), 7168, first, 512) if first else None), (case, tactic, text)
-    for case, text, columns in ((few, "front=512,tail=1024", 1024), (few, "none", None), (many, "tail=1024", None)):
-        config = layer_chain.routed(*case, "humming", "default", text, "sm_90a", compiled=False).config
-        assert config.following == (Ahead((7168,), 3584, 0, columns) if columns else None), (case, text)
+def test_the_library_multiplies_all_of_a_layer_but_its_front() -> None:
+    for name, config in layer_chain.matmuls(layer_chain.Slice(8), 1).items():
+        found = layer_chain.cut(name, config, "library", "sm_90a").chosen
+        assert (found is LIBRARY) == (name != "front"), name
 
 
 def test_a_matmul_costs_what_its_kernels_cost() -> None:

@@ -84,7 +84,7 @@ def multiply_bf16(a: Any, b: Any) -> Uint32:
     return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
-def prefetch_bytes(source: Any, count: Any, predicate: Boolean | None = None) -> None:
+def prefetch_bytes(source: Any, count: Any, predicate: Boolean) -> None:
     """Ask for `count` bytes, a multiple of 16, to come into L2, where the predicate holds. Reads nothing into the kernel."""
     inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, Int32(count)], predicate=predicate)
 

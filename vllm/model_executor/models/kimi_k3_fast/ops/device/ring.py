@@ -5,8 +5,7 @@ bind the SM; a ring of 100 to 200 KB a block is 13 to 26 MB on the card. It is f
 kernels in front run beside it, and refilled without a pause by warps that do nothing else:
 
     fetchers   copy rows, `chunk` columns of each, as far ahead as the ring has free stages. Weights go first; the activation's
-               part of the stages that were filled early follows behind the wait. When all is on its way they ask L2 for what the
-               next matmul reads, where the op has that in its config (`ops/ahead.py`)
+               part of the stages that were filled early follows behind the wait
     the others multiply: every k_warps-th unit of 64 columns, `tiles` tiles of 16 rows, straight from shared memory
 
 A stage is `height` rows of the matrix, the tokens, and with a norm its weight. Rows lie an odd multiple of 64 bytes apart, so the
@@ -24,7 +23,6 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, min
 from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
-from .ahead import Following
 from .ptx import copy_bulk, evict_first, load_shared, mma_bf16, multiply_bf16, opaque_address
 from .reduce import warp_sum
 from .skinny import Block, Rows, Smem
@@ -36,25 +34,15 @@ HALF = UNIT // 2  # elements: a lane's two pieces of a unit lie so far apart
 class Ring(Block):
     """A block whose weights pass through a ring. `norm`: weight of the first part's activation. `rows.pair`: rows of the second
     matrix, gate and up, follow those of the first in a stage. `multiply` needs all parts' activations announced before.
-    `following`: what the fetching warps ask for in the end.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        rank: Any,
-        rows: Rows,
-        weights: list[Any],
-        smem: Smem,
-        exact: bool = False,
-        norm: Any = None,
-        following: Following | None = None,
+        self, shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem, exact: bool = False, norm: Any = None
     ) -> None:
         self._place(shape, rank, rows, smem, exact)
         tactic = self.tactic
         self.squares_from = tactic.k_warps
         self.weights, self.inputs, self.norm = weights, [None] * len(weights), norm
-        self.following = following
         self.policy = evict_first() if tactic.passing else None
         self.full, self.empty = smem.barriers, smem.barriers + tactic.stages
         self.consumers = tactic.row_warps * tactic.k_warps
@@ -318,8 +306,6 @@ def _feed(block: Any, met: cutlass.Constexpr):
             _expect(block, chunk, stage)
             Ring.copy_weights(block, chunk, stage)
             Ring.copy_inputs(block, chunk, stage)
-        if cutlass.const_expr(block.following is not None):
-            Following.ask(block.following, block.fetcher, 32 * block.tactic.fetchers)
         if cutlass.const_expr(met):
             cute.arch.cluster_wait()
 

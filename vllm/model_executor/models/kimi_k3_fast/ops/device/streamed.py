@@ -16,7 +16,6 @@ from cutlass import Float32, Int32, Int64, max, min
 from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
-from .ahead import Following
 from .ptx import copy_async, load_shared, mma_bf16, multiply_bf16, opaque, stream_async
 from .reduce import warp_sum
 from .ring import Ring, apart
@@ -197,20 +196,11 @@ class Streamed(Block):
 
 
 def make_block(
-    shape: Shape,
-    rank: Any,
-    rows: Rows,
-    weights: list[Any],
-    smem: Smem,
-    exact: bool = False,
-    norm: Any = None,
-    following: Following | None = None,
+    shape: Shape, rank: Any, rows: Rows, weights: list[Any], smem: Smem, exact: bool = False, norm: Any = None
 ) -> Block:
-    """The block of a tactic: a ring, stages or neither. `norm`: the weight of part 0's norm, where there is one;
-    `following`: what a ring asks for in the end.
-    """
+    """The block of a tactic: a ring, stages or neither. `norm`: the weight of part 0's norm, where there is one."""
     if shape.tactic.chunk:
-        return Ring(shape, rank, rows, weights, smem, exact, norm, following)
+        return Ring(shape, rank, rows, weights, smem, exact, norm)
     return (Streamed if shape.tactic.stages else Block)(shape, rank, rows, weights, smem, exact)
 
 

@@ -28,14 +28,11 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
-from .. import ahead
-from ..ahead import Ahead
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, Compiled, KernelSpec, Param, Sym, get
 from .layout import (
     GROUP,
@@ -67,7 +64,7 @@ COLUMNS = 8  # tokens that the matrix unit takes at a time; up to so many, pairs
 @dataclass(frozen=True)
 class Config:
     """One rank's experts. `tokens` counts padded rows too. pitch: rows from the first of gate to the first of up in stock's
-    layout, where that is not `width`. following: what w2 asks into L2 while it multiplies, where pairs are not grouped.
+    layout, where that is not `width`.
     """
 
     tokens: int
@@ -79,7 +76,6 @@ class Config:
     linear_beta: float | None = 25.0
     layout: str = RAW
     pitch: int = 0
-    following: Ahead | None = None
 
     @property
     def pairs(self) -> int:
@@ -164,7 +160,6 @@ class PackedConfig:
     linear_beta: float | None = None
     rows: int = 0  # tokens that w2 has sums for
     warps: int = 0
-    following: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,6 @@ class KernelConfig:
     warps: int = 0
     depth: int = 0
     padded: bool = False
-    following: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -238,8 +232,8 @@ def hidden_shift(config: Config) -> int:
     return max(0, math.floor(math.log2(65504 / (config.beta * config.linear_beta))))
 
 
-def unavailable_reason(config: Config, arch: str, tactic: Tactic | PackedTactic | None = None) -> Refusal | None:
-    """Why there is no kernel for this configuration, or None. tactic: None for the chosen one."""
+def unavailable_reason(config: Config, arch: str) -> Refusal | None:
+    """Why there is no kernel for this configuration, or None."""
     if arch not in ARCHS:
         return Refusal(Reason.OP_ARCH, f"experts: expected one of {', '.join(ARCHS)}, found {arch}")
     rules = [
@@ -255,10 +249,7 @@ def unavailable_reason(config: Config, arch: str, tactic: Tactic | PackedTactic 
             (config.pitch % 64 == 0, f"a pitch that is a multiple of 64, found {config.pitch}"),
             (not config.pitch or config.pitch >= config.width, f"a pitch of at least {config.width}, found {config.pitch}"),
         ]
-    failed: str | None = "; ".join(f"expected {text}" for holds, text in rules if not holds)
-    if config.following and not failed:
-        tactic = _planned(config, arch, tactic)
-        failed = f"expected pairs, whose w2 can ask ahead, found {tactic}" if tactic.grouped else config.following.problem()
+    failed = "; ".join(f"expected {text}" for holds, text in rules if not holds)
     return Refusal(Reason.OP_SHAPE, f"experts: {failed}") if failed else None
 
 
@@ -414,11 +405,6 @@ def chosen_tactic(config: Config, arch: str) -> Tactic | PackedTactic:
     return fitted(config, kind(**min(rows, key=lambda row: row["tokens"])["tactic"]))
 
 
-def _planned(config: Config, arch: str, tactic: Tactic | PackedTactic | None) -> Tactic | PackedTactic:
-    """The given tactic, cut to fit, or the chosen one."""
-    return fitted(config, tactic) if tactic else chosen_tactic(config, arch)
-
-
 def tactics(config: Config) -> list[Tactic | PackedTactic]:
     """What the benchmark compares."""
     if config.layout == HUMMING:
@@ -470,7 +456,7 @@ def specs_for(config: Config, tactic: Tactic | PackedTactic) -> tuple[KernelSpec
         )
     return (
         _spec(f"mxfp4_w13_{name}", w13, *first, *second, z, ids, num_tokens, written),
-        _spec(f"mxfp4_w2_{name}", w2, *second, read, ids, weights, num_tokens, out, *ahead.params(config.following)),
+        _spec(f"mxfp4_w2_{name}", w2, *second, read, ids, weights, num_tokens, out),
     )
 
 
@@ -482,8 +468,8 @@ def _raw_configs(config: Config, tactic: Tactic) -> tuple[KernelConfig, KernelCo
     w2 = replace(base, rows=_rows(config), entries=_entries(config), height=tactic.height, warps=tactic.warps, depth=tactic.depth)
     if tactic.grouped:
         w13 = replace(w13, slots=min(COLUMNS, config.tokens), gathered=config.tokens > COLUMNS)
-        return w13, replace(w2, slots=tactic.slots, padded=tactic.padded)
-    return w13, replace(w2, following=config.following)
+        w2 = replace(w2, slots=tactic.slots, padded=tactic.padded)
+    return w13, w2
 
 
 def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig, PackedConfig]:
@@ -492,8 +478,7 @@ def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig,
     base = PackedConfig(*shape, grouped=tactic.grouped, entries=_entries(config))
     w13 = replace(base, strip=tactic.strip, flight=tactic.flight, grid=SM_COUNT, split=tactic.split, spread=tactic.spread)
     w13 = replace(w13, ahead=tactic.ahead, beta=config.beta, linear_beta=config.linear_beta)
-    w2 = replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps)
-    return w13, replace(w2, following=config.following)
+    return w13, replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps)
 
 
 def _spec(name: str, config: KernelConfig | PackedConfig, *params: Param) -> KernelSpec:
@@ -504,10 +489,10 @@ def _spec(name: str, config: KernelConfig | PackedConfig, *params: Param) -> Ker
 @functools.cache
 def plan(config: Config, arch: str, tactic: Tactic | PackedTactic | None = None, compiled: bool = True) -> Plan:
     """The kernels for one configuration, compiled or loaded now. Raises ValueError where `unavailable_reason` refuses."""
-    refusal = unavailable_reason(config, arch, tactic)
+    refusal = unavailable_reason(config, arch)
     if refusal:
         raise ValueError(str(refusal))
-    tactic = _planned(config, arch, tactic)
+    tactic = fitted(config, tactic) if tactic else chosen_tactic(config, arch)
     specs = specs_for(config, tactic)
     return Plan(config, tactic, specs, tuple(get(spec, arch) for spec in specs) if compiled else ())
 
@@ -520,11 +505,10 @@ def run(
     scratch: Scratch,
     out: torch.Tensor,
     stream: int | None = None,
-    following: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Launch the plan's kernels. Shapes: see the module; nothing is allocated. following: see `run_w2`."""
+    """Launch the plan's kernels. Shapes: see the module; nothing is allocated."""
     run_w13(plan, weights, z, routing, scratch, stream)
-    run_w2(plan, weights, routing, scratch, out, stream, following)
+    run_w2(plan, weights, routing, scratch, out, stream)
 
 
 def run_w13(plan: Plan, weights: Weights, z: torch.Tensor, routing: Routing, scratch: Scratch, stream: int | None = None) -> None:
@@ -537,20 +521,12 @@ def run_w13(plan: Plan, weights: Weights, z: torch.Tensor, routing: Routing, scr
 
 
 def run_w2(
-    plan: Plan,
-    weights: Weights,
-    routing: Routing,
-    scratch: Scratch,
-    out: torch.Tensor,
-    stream: int | None = None,
-    following: Sequence[torch.Tensor] = (),
+    plan: Plan, weights: Weights, routing: Routing, scratch: Scratch, out: torch.Tensor, stream: int | None = None
 ) -> None:
-    """out = weighted sum of w2 hidden over each token's experts. following: bf16 matrices as the config's `following` says, not
-    changed. Raises ValueError where they are not as many.
-    """
-    r, later = routing, ahead.arguments(plan.config.following, following)
+    """out = weighted sum of w2 hidden over each token's experts."""
+    r = routing
     where = (*_groups(r), r.weights) if plan.tactic.grouped else (r.ids, r.weights, r.num_tokens)
-    plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, *later, stream=stream)
+    plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, stream=stream)
 
 
 def _groups(routing: Routing) -> tuple[torch.Tensor | None, ...]:
@@ -567,8 +543,6 @@ def specs() -> list[KernelSpec]:
     found = [spec for c in small for tactic in (PAIRS, GROUPED) for spec in specs_for(c, fitted(c, tactic))]
     packed = [replace(SMALL, layout=HUMMING), replace(SMALL, tokens=16, width=128, layout=HUMMING)]
     found += [spec for c in packed for tactic in (PACKED, PACKED_GROUPED) for spec in specs_for(c, fitted(c, tactic))]
-    asks = (replace(c, following=Ahead((70, 24), 256, 64, 128)) for c in (SMALL, packed[0]))
-    found += [specs_for(c, fitted(c, PACKED if c.layout == HUMMING else PAIRS))[1] for c in asks]
     for width, layout in itertools.product((384, 192), (RAW, HUMMING)):
         for tokens in SERVED_TOKENS:
             config = Config(tokens=tokens, width=width, layout=layout)

@@ -29,7 +29,6 @@ from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ahead import Following, make_following
 from ..device.ptx import load_shared, prefetch_bytes, store_shared
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 from .common import (
@@ -406,10 +405,8 @@ def _stream_w2(
     barriers: Any,
     sums: Any,
     zeros: Any,
-    later: Any,
 ):
-    """One warp: every c.warps-th entry, c.depth of them on their way at a time. The last warp with an entry, which has the
-    fewest, asks for what is read later."""
+    """One warp: every c.warps-th entry, c.depth of them on their way at a time."""
     experts, factors = table
     layout = Second(c.width, c.height)
     block, _, _ = cute.arch.block_idx()
@@ -419,9 +416,6 @@ def _stream_w2(
         ahead = warp + turn * c.warps
         if ahead < entries:
             _fetch_w2(c, codes, scales, hidden, experts[ahead], ahead, stages + turn * layout.stage, barriers + turn)
-    if cutlass.const_expr(later is not None):  # noqa: SIM102 - one is of the trace, one of the kernel
-        if warp == cutlass.min(entries, c.warps) - 1:
-            Following.ask(later, cute.arch.lane_idx(), 32)
     tiles = cutlass.const_expr(-(-c.height // TILE))
     acc = cute.make_rmem_tensor(2 * tiles, Float32)
     step = Int32(0)
@@ -460,16 +454,14 @@ def _memory_w2(c: Any) -> tuple:
     return stages, barriers, zeros, table, sums
 
 
-def _w2(
-    c: Any, weights: tuple, hidden: Any, ids: Any, factors: Any, num_tokens: Any, out: Any, memory: tuple, later: Any
-) -> None:
+def _w2(c: Any, weights: tuple, hidden: Any, ids: Any, factors: Any, num_tokens: Any, out: Any, memory: tuple) -> None:
     stages, barriers, zeros, table, sums = memory
     entries = num_tokens[0] * c.top_k
     _load_table(c, ids, factors, table)
     cute.arch.sync_threads()
     size = c.rows * c.height
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))
-    _stream_w2(c, *weights, hidden, table, entries, stages, barriers, own, zeros.toint() + 32, later)
+    _stream_w2(c, *weights, hidden, table, entries, stages, barriers, own, zeros.toint() + 32)
     cute.arch.sync_threads()
     write_sums(c, sums, out, 1)
 
@@ -483,15 +475,14 @@ def _w2_pairs(
     weights: Dynamic,
     num_tokens: Dynamic,
     out: Output,
-    following: Any,
     c: cutlass.Constexpr,
 ):
     release_dependents()
     memory = _memory_w2(c)
     token = dependency_wait()
-    static, later = (codes.early(), scales.early()), make_following(c.following, following)
+    static = (codes.early(), scales.early())
     factors = weights.after(token)
-    _w2(c, static, hidden.after(token), ids.after(token), factors, num_tokens.after(token), out.after(token), memory, later)
+    _w2(c, static, hidden.after(token), ids.after(token), factors, num_tokens.after(token), out.after(token), memory)
 
 
 # -- entries ----------------------------------------
@@ -503,8 +494,7 @@ def mxfp4_w13_pairs(config, codes, scales, next_codes, next_scales, z, ids, num_
     launch(kernel, config.grid, config.split * config.teams + 1, stream)
 
 
-def mxfp4_w2_pairs(config, codes, scales, hidden, ids, weights, num_tokens, out, *rest):
+def mxfp4_w2_pairs(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See the module head."""
-    *following, stream = rest
-    kernel = _w2_pairs(codes, scales, hidden, ids, weights, num_tokens, out, tuple(following), config)
+    kernel = _w2_pairs(codes, scales, hidden, ids, weights, num_tokens, out, config)
     launch(kernel, config.hidden // config.height, config.warps, stream)

@@ -29,7 +29,6 @@ from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ahead import Following, make_following
 from ..device.ptx import load_shared, prefetch_bytes, store_shared, stream_async
 from ..device.vectors import unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
@@ -487,19 +486,8 @@ def _add(c: cutlass.Constexpr, acc: Any, table: Any, begin: Any, end: Any, sums:
 
 
 @cute.jit
-def _stream_w2(
-    c: cutlass.Constexpr,
-    codes: Any,
-    scales: Any,
-    hidden: Any,
-    table: Any,
-    entries: Any,
-    ring: Any,
-    sums: Any,
-    later: Any,
-):
-    """One warp: every c.warps-th entry. At least one is its own. The last of these warps, which has the fewest, asks for what is
-    read later."""
+def _stream_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entries: Any, ring: Any, sums: Any):
+    """One warp: every c.warps-th entry. At least one is its own."""
     layout = _second(c)
     block, _, _ = cute.arch.block_idx()
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
@@ -521,9 +509,6 @@ def _stream_w2(
             codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
         at = (codes_at, scales_at, hidden_at)
         _fetch_w2(c, at, turn % layout.steps, ring + turn * layout.slot, ahead < entries)
-    if cutlass.const_expr(later is not None):  # noqa: SIM102 - one is of the trace, one of the kernel
-        if warp == cutlass.min(entries, c.warps) - 1:
-            Following.ask(later, lane, 32)
     acc = cute.make_rmem_tensor(8 * _columns(c), Float32)
     slot = Int32(0)
     for entry in range(warp, entries, c.warps):
@@ -579,23 +564,13 @@ def _memory_w2(c: Any) -> tuple:
 
 
 @cute.jit
-def _w2(
-    c: cutlass.Constexpr,
-    weights: Any,
-    hidden: Any,
-    routes: Any,
-    factors: Any,
-    entries: Any,
-    out: Any,
-    memory: Any,
-    later: Any = None,
-):
+def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, routes: Any, factors: Any, entries: Any, out: Any, memory: Any):
     ring, table, sums = memory
     _list_entries(c, routes, factors, entries, table)
     cute.arch.sync_threads()
     own = sums.iterator.toint() + cute.arch.warp_idx() * (c.rows * _second(c).height * 4)
     if cute.arch.warp_idx() < entries:
-        _stream_w2(c, *weights, hidden, table, entries, ring, own, later)
+        _stream_w2(c, *weights, hidden, table, entries, ring, own)
     cute.arch.sync_threads()
     _write_sums(c, sums, out)
 
@@ -609,16 +584,14 @@ def _w2_packed(
     weights: Dynamic,
     num_tokens: Dynamic,
     out: Output,
-    following: Any,
     c: cutlass.Constexpr,
 ):
     release_dependents()
     memory = _memory_w2(c)
     token = dependency_wait()
-    static, later = (codes.early(), scales.early()), make_following(c.following, following)
+    static = (codes.early(), scales.early())
     entries = num_tokens.after(token)[0] * c.top_k
-    factors = weights.after(token)
-    _w2(c, static, hidden.after(token), (ids.after(token),), factors, entries, out.after(token), memory, later)
+    _w2(c, static, hidden.after(token), (ids.after(token),), weights.after(token), entries, out.after(token), memory)
 
 
 @cute.kernel
@@ -652,10 +625,9 @@ def mxfp4_w13_packed(config, codes, scales, next_codes, next_scales, z, ids, num
     launch(kernel, config.grid, config.split, stream)
 
 
-def mxfp4_w2_packed(config, codes, scales, hidden, ids, weights, num_tokens, out, *rest):
+def mxfp4_w2_packed(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See the module head."""
-    *following, stream = rest
-    kernel = _w2_packed(codes, scales, hidden, ids, weights, num_tokens, out, tuple(following), config)
+    kernel = _w2_packed(codes, scales, hidden, ids, weights, num_tokens, out, config)
     launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
 
 

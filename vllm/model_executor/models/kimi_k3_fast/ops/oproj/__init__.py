@@ -14,7 +14,6 @@ library's product, which adds to the prefix itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +21,7 @@ import torch
 
 from ...comm import BOUND_NS, Box
 from ...reasons import Reason, Refusal
-from .. import ahead, library, measured, posted
-from ..ahead import Ahead
+from .. import library, measured, posted
 from ..build import ACTIVATION, ARCHS, STATE, STATIC, KernelSpec, Param
 from ..library import Library
 from ..pairs import Pairs
@@ -36,7 +34,7 @@ class Config(Pairs):
     """`tokens` of this (padded) batch; `rows` x `columns` of this rank's weight; `world` ranks; `update`: "write" or "add".
 
     `shots`: 1 or 2, or None for the default of the batch. `tactic`: None for the default. `bound_ns`: how long to wait for a
-    peer. `ahead`: what a ring asks for when its own weights are on their way.
+    peer.
     """
 
     tokens: int
@@ -47,7 +45,6 @@ class Config(Pairs):
     shots: int | None = None
     tactic: Tactic | Library | None = None
     bound_ns: int = BOUND_NS
-    ahead: Ahead | None = None
 
     @property
     def chosen(self) -> Tactic | Library:
@@ -87,7 +84,7 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         problem = problem or (None if config.world == 1 else f"expected one rank for the library, found {config.world}")
     else:
         problem = config.shape.problem() or config.shape.uncovered(config.rows)
-    problem = config.exchange_problem() or problem or ahead.problem(config.ahead, config.chosen)
+    problem = config.exchange_problem() or problem
     if config.update not in ("write", "add"):
         problem = f"expected update write or add, found {config.update}"
     return Refusal(Reason.OP_SHAPE, f"oproj: {problem}") if problem else None
@@ -103,12 +100,10 @@ def spec(config: Config) -> KernelSpec | None:
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
         Param("prefix", "bf16", (config.tokens, config.rows), STATE),
     )
-    following = ahead.params(config.ahead)
     if config.world == 1:
-        return KernelSpec("bf16_oproj", "oproj", config, f"{__name__}.cute:bf16_oproj", (*params, *following))
-    params += posted.params(config.world) + following
+        return KernelSpec("bf16_oproj", "oproj", config, f"{__name__}.cute:bf16_oproj", params)
     name = "bf16_oproj_two_shot" if config.two_shot else "bf16_oproj_one_shot"
-    return KernelSpec(name, "oproj", config, f"{__name__}.cute:bf16_oproj_reduced", params)
+    return KernelSpec(name, "oproj", config, f"{__name__}.cute:bf16_oproj_reduced", (*params, *posted.params(config.world)))
 
 
 def plan(config: Config, arch: str) -> posted.Plan:
@@ -123,21 +118,18 @@ def run(
     prefix: torch.Tensor,
     mailbox: Box | None = None,
     stream: int | None = None,
-    following: Sequence[torch.Tensor] = (),
 ) -> None:
     """y [tokens, columns] bf16, weight [rows, columns] bf16; prefix [tokens, rows] bf16 is updated in place, alike on all ranks.
 
-    following: bf16 matrices as the config's `ahead` says, not changed. Raises ValueError where they are not as many, or the
-    mailbox does not fit the plan.
+    Raises ValueError where the mailbox does not fit the plan.
     """
-    later = ahead.arguments(plan.config.ahead, following)
     if plan.spec is None:
         (library.multiply if plan.config.update == "write" else library.add_product)(y, weight, prefix, stream)
         return
     if plan.config.world == 1:
-        compiled(plan)(weight, y, prefix, *later, stream=stream)
+        compiled(plan)(weight, y, prefix, stream=stream)
         return
-    compiled(plan)(weight, y, prefix, *posted.arguments(plan, mailbox), *later, stream=stream)
+    compiled(plan)(weight, y, prefix, *posted.arguments(plan, mailbox), stream=stream)
 
 
 def specs() -> list[KernelSpec]:
@@ -146,6 +138,4 @@ def specs() -> list[KernelSpec]:
     served += [Config(t, 7168, 12288, update=u) for t in (1, 8) for u in ("write", "add")]
     small = [Config(3, 160, 256, world=world, shots=shots) for world, shots in ((1, None), (2, 1), (2, 2), (4, 2))]
     rings = [Config(t, 7168, 1536, 8, tactic=ring_tactic(7168, (1536,), t, chunk=256)) for t in (1, 64)]
-    asks, what = ring_tactic(160, (256,), 3, chunk=64), Ahead((70, 24), 256, 64, 128)
-    small += [Config(3, 160, 256, world, tactic=asks, ahead=what) for world in (1, 2)]
     return [found for config in [*small, *served, *rings] if (found := spec(config))]

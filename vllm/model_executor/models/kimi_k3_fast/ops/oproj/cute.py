@@ -8,7 +8,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..device.ahead import make_following
 from ..device.exchange import Post
 from ..device.reduction import Item, Reduction, Target
 from ..device.skinny import Rows, Smem, even_share
@@ -20,14 +19,13 @@ def _target(config: Any, prefix: Dynamic, ready: Ordered) -> Target:
     return Target(prefix.after(ready), add=config.update == "add")
 
 
-def _project(config: Any, w: Static, x: Dynamic, following: Any, emit_with: Any) -> None:
+def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
     """The matmul. `emit_with(token, block, group, first)` runs behind the dependency wait and returns what takes the outputs."""
     shape = config.shape
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     first, last = even_share(config.rows, shape.tactic.groups, group)
-    later = make_following(config.ahead, following)
-    block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape), following=later)
+    block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape))
     release_dependents()
     token = dependency_wait()
     emit = emit_with(token, group, first)
@@ -37,7 +35,7 @@ def _project(config: Any, w: Static, x: Dynamic, following: Any, emit_with: Any)
 
 
 @cute.kernel
-def _alone(w: Static, x: Dynamic, prefix: Dynamic, following: Any, config: cutlass.Constexpr):
+def _alone(w: Static, x: Dynamic, prefix: Dynamic, config: cutlass.Constexpr):
     def emit_with(ready: Ordered, group: Any, first: Any) -> Any:
         target = _target(config, prefix, ready)
 
@@ -46,7 +44,7 @@ def _alone(w: Static, x: Dynamic, prefix: Dynamic, following: Any, config: cutla
 
         return emit
 
-    _project(config, w, x, following, emit_with)
+    _project(config, w, x, emit_with)
 
 
 @cute.kernel
@@ -59,7 +57,6 @@ def _reduced(
     epoch: Dynamic,
     rank: Int32,
     words: Int32,
-    following: Any,
     config: cutlass.Constexpr,
 ):
     reductions: list[Reduction] = []
@@ -69,7 +66,7 @@ def _reduced(
         reductions.append(Reduction(config, ready, target, Post(peers, box, epoch, rank, words), group, first))
         return reductions[0].emit
 
-    _project(config, w, x, following, emit_with)
+    _project(config, w, x, emit_with)
     reductions[0].finish()
 
 
@@ -85,22 +82,10 @@ def _launch(kernel: Any, config: Any, stream: object) -> None:
     )
 
 
-def bf16_oproj(config: Any, w: Static, x: Dynamic, prefix: Dynamic, *rest: Any) -> None:
-    *following, stream = rest
-    _launch(_alone(w, x, prefix, tuple(following), config), config, stream)
+def bf16_oproj(config: Any, w: Static, x: Dynamic, prefix: Dynamic, stream: object) -> None:
+    _launch(_alone(w, x, prefix, config), config, stream)
 
 
-def bf16_oproj_reduced(
-    config: Any,
-    w: Static,
-    x: Dynamic,
-    prefix: Dynamic,
-    peers: Peers,
-    box: Dynamic,
-    epoch: Dynamic,
-    rank: Int32,
-    words: Int32,
-    *rest: Any,
-) -> None:
-    *following, stream = rest
-    _launch(_reduced(w, x, prefix, peers, box, epoch, rank, words, tuple(following), config), config, stream)
+def bf16_oproj_reduced(config: Any, *args: Any) -> None:
+    *tensors, stream = args
+    _launch(_reduced(*tensors, config), config, stream)

@@ -6,8 +6,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int64
 
-from ..device.ahead import ask
+from ..device.ptx import prefetch_bytes
 from ..order import Static, dependency_wait, release_dependents
 
 
@@ -15,7 +16,12 @@ from ..order import Static, dependency_wait, release_dependents
 def _prefetch(w: Static, config: cutlass.Constexpr):
     release_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    ask(w.early(), config.wanted, config.row, 0, config.columns, thread, config.threads)
+    block, _, _ = cute.arch.block_idx()
+    number = thread * config.blocks + block  # neighbours in memory are asked for by different SMs
+    for wanted in cutlass.range(number, config.wanted, config.blocks * config.threads, unroll=1):
+        row = wanted // config.first * config.every + wanted % config.first
+        start = cute.assume(Int64(row) * config.columns, divby=8)
+        prefetch_bytes(w.early().iterator + start, config.columns * 2, row < config.rows)
     dependency_wait()  # whoever waits for this launch waits for those before it
 
 

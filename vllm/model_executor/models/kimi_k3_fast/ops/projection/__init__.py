@@ -6,15 +6,13 @@ dependency wait; `ops/skinny.py` has the geometry. One launch, no workspace; for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ...reasons import Reason, Refusal
-from .. import ahead, library, measured
-from ..ahead import Ahead
+from .. import library, measured
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
 from ..library import Library
 from ..single import Plan, compiled, make
@@ -24,7 +22,7 @@ from ..skinny import Shape, Tactic, default_tactic, ring_tactic
 @dataclass(frozen=True)
 class Config:
     """Sizes: `tokens` of this (padded) batch, `rows` x `columns` of the weight. `out`: "bf16" or "f32". `tactic`: None for the
-    measured one, or else the default. `ahead`: what a ring asks for when its own weights are on their way.
+    measured one, or else the default.
     """
 
     tokens: int
@@ -32,7 +30,6 @@ class Config:
     columns: int
     out: str = "bf16"
     tactic: Tactic | Library | None = None
-    ahead: Ahead | None = None
 
     @property
     def chosen(self) -> Tactic | Library:
@@ -64,7 +61,6 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
             problem = "expected an output of bf16 for the library, whose sums have fewer bits than fp32, found f32"
     else:
         problem = config.shape.problem() or config.shape.uncovered(config.rows)
-    problem = problem or ahead.problem(config.ahead, config.chosen)
     return Refusal(Reason.OP_SHAPE, f"projection: {problem}") if problem else None
 
 
@@ -77,7 +73,6 @@ def spec(config: Config) -> KernelSpec | None:
         Param("w", "bf16", (config.rows, config.columns), STATIC),
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
         Param("y", config.out, (config.tokens, config.rows), OUTPUT),
-        *ahead.params(config.ahead),
     )
     return KernelSpec("bf16_skinny", "projection", config, f"{__name__}.cute:bf16_skinny", params)
 
@@ -87,27 +82,16 @@ def plan(config: Config, arch: str) -> Plan:
     return make(config, arch, unavailable_reason(config, arch), spec)
 
 
-def run(
-    plan: Plan,
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    stream: int | None = None,
-    following: Sequence[torch.Tensor] = (),
-) -> None:
-    """a [tokens, columns] bf16, weight [rows, columns] bf16 -> out [tokens, rows], overwritten. following: bf16 matrices as the
-    config's `ahead` says, not changed. Raises ValueError where they are not as many.
-    """
-    later = ahead.arguments(plan.config.ahead, following)
+def run(plan: Plan, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stream: int | None = None) -> None:
+    """a [tokens, columns] bf16, weight [rows, columns] bf16 -> out [tokens, rows], overwritten."""
     if plan.spec is None:
         library.multiply(a, weight, out, stream)
     else:
-        compiled(plan)(weight, a, out, *later, stream=stream)
+        compiled(plan)(weight, a, out, stream=stream)
 
 
 def specs() -> list[KernelSpec]:
-    """KDA input projection of a TP8 rank, one shape for each way through the kernel, and a small one of each kind."""
+    """KDA input projection of a TP8 rank, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 6288, 7168) for t in (1, 8)] + [Config(64, 6288, 7168, tactic=default_tactic(6288, (7168,), 64))]
     rings = [Config(t, 6288, 7168, tactic=ring_tactic(6288, (7168,), t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
-    asks = Config(3, 80, 512, tactic=ring_tactic(80, (512,), 3, chunk=64), ahead=Ahead((70, 24), 256, 64, 128))
-    return [found for config in [Config(3, 80, 256), asks, *served, *rings] if (found := spec(config))]
+    return [found for config in [Config(3, 80, 256), *served, *rings] if (found := spec(config))]

@@ -7,7 +7,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from ..device.ahead import make_following
 from ..device.ptx import store_bf16, store_f32
 from ..device.skinny import Rows, Smem, even_share
 from ..device.streamed import make_block
@@ -16,14 +15,12 @@ from ..skinny import Shape
 
 
 @cute.kernel
-def _project(w: Static, x: Dynamic, y: Output, following: Any, config: cutlass.Constexpr):
-    shape, store = config.shape, store_f32 if config.out == "f32" else store_bf16
+def _project(w: Static, x: Dynamic, y: Output, shape: cutlass.Constexpr, store: cutlass.Constexpr):
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     rows = w.shape[0]
     first, last = even_share(rows, shape.tactic.groups, group)
-    exact, later = config.out == "f32", make_following(config.ahead, following)
-    block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape), exact=exact, following=later)
+    block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape), exact=store is store_f32)
     release_dependents()
     token = dependency_wait()
     block.stage(0, x.after(token))
@@ -32,11 +29,11 @@ def _project(w: Static, x: Dynamic, y: Output, following: Any, config: cutlass.C
     block.reduce(lambda t, row, value, inside: store(out.iterator + (t * rows + row), value(0), inside))
 
 
-def bf16_skinny(config: Any, w: Static, x: Dynamic, y: Output, *rest: Any) -> None:
-    *following, stream = rest
+def bf16_skinny(config: Any, w: Static, x: Dynamic, y: Output, stream: object) -> None:
     shape: Shape = config.shape
+    store = store_f32 if config.out == "f32" else store_bf16
     blocks = shape.tactic.groups * shape.tactic.splits
-    _project(w, x, y, tuple(following), config).launch(
+    _project(w, x, y, shape, store).launch(
         grid=[blocks, 1, 1],
         block=[shape.tactic.threads, 1, 1],
         cluster=[shape.tactic.splits, 1, 1] if shape.tactic.splits > 1 else None,
