@@ -74,12 +74,6 @@ def test_tactics_of_one_case_have_names_of_their_own() -> None:
     assert Tactic(**asdict(ring)) == ring
 
 
-def test_the_library_multiplies_all_of_a_layer_but_its_front() -> None:
-    for name, config in layer_chain.matmuls(layer_chain.Slice(8), 1).items():
-        found = layer_chain.cut(name, config, "library", "sm_90a").chosen
-        assert (found is LIBRARY) == (name != "front"), name
-
-
 def test_a_matmul_costs_what_its_kernels_cost() -> None:
     in_proj, o_proj = [("nvjet", 20.0), ("splitk", 2.0)], [("project", 7.0)]
     front, tail = [("nvjet", 8.0), ("nvjet", 14.0), ("nvjet", 9.0), ("situ", 1.5)], [("rms_norm", 1.0), ("nvjet", 14.0)]
