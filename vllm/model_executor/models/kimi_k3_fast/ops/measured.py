@@ -48,11 +48,13 @@ def unmeasured(rows: int, columns: tuple[int, ...], tokens: int, whole: int = 1)
         if ring.stages >= 2 and shape.problem() is None and shape.uncovered(rows) is None:
             return ring
     tactic = default_tactic(rows, columns, tokens)
-    if not tactic.stages:
-        return tactic
-    held = ceil_div(ceil_div(rows, tactic.groups), TILE)
-    tiles = ceil_div(held, MOST_ROW_WARPS)
-    return replace(tactic, tiles=tiles, row_warps=ceil_div(held, tiles))
+    return narrow(tactic, ceil_div(rows, tactic.groups)) if tactic.stages else tactic
+
+
+def narrow(tactic: Tactic, held: int) -> Tactic:
+    """As few tiles a warp as groups of so many rows allow."""
+    tiles = ceil_div(ceil_div(held, TILE), MOST_ROW_WARPS)
+    return replace(tactic, tiles=tiles, row_warps=ceil_div(ceil_div(held, TILE), tiles))
 
 
 def chosen(folder: Path, arch: str, shape: dict[str, int], batch: str) -> dict[str, Any] | None:

@@ -63,18 +63,21 @@ class Config:
         return Shape(self.tokens, (self.columns,), self.chosen)
 
     def _unmeasured(self) -> Tactic:
-        """A ring where it fits the groups as they are dealt, else the default, with more warps where they do not fit."""
+        """A ring where it fits the groups as they are dealt, else the default, with more tiles or warps where they do not fit:
+        dealing whole groups to matrices leaves some with a tile more.
+        """
         ring = measured.unmeasured(sum(self.rows), (self.columns,), self.tokens, whole=TILE)
         if ring.chunk and self._most(ring.groups) <= ring.height:
             return ring
         tactic = default_tactic(sum(self.rows), (self.columns,), self.tokens)
-        groups = max(3, tactic.groups)
-        held = ceil_div(self._most(groups), TILE)
-        while tactic.row_warps * tactic.tiles < held:  # dealing whole groups to matrices leaves some with a tile more
-            tactic = (
-                replace(tactic, row_warps=tactic.row_warps + 1) if tactic.tiles >= 4 else replace(tactic, tiles=tactic.tiles + 1)
-            )
-        return replace(tactic, groups=groups)
+        tactic = replace(tactic, groups=max(3, tactic.groups))
+        held = self._most(tactic.groups)
+        if tactic.stages:
+            return measured.narrow(tactic, held)
+        while tactic.rows < held:
+            wide = tactic.tiles >= 4
+            tactic = replace(tactic, row_warps=tactic.row_warps + wide, tiles=tactic.tiles + (not wide))
+        return tactic
 
     def _most(self, groups: int) -> int:
         """Rows of the fullest of so many groups; gate and up go by pairs."""
