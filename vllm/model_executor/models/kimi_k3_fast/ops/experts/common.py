@@ -17,11 +17,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.arch import inline_ptx
 
-from ..device.ptx import sigmoid, store_shared
+from ..device.ptx import prefetch_bytes, sigmoid, store_shared
 from ..device.reduce import warp_max
 from ..device.vectors import load_words, unpack_bf16
+from .layout import GROUP
 
 SHIFT = 14  # decoded weights are 2^-SHIFT times their value
+PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
 
 
 # -- decoding and multiplying ----------------------------------------
@@ -65,6 +67,33 @@ def read_scale(address: Any) -> Any:
 # -- rows of z, SiTU, sums ----------------------------------------
 
 
+def largest(words: list[Any]) -> Any:
+    """The largest magnitude in words of two bf16; NaN counts as nothing."""
+    found = Float32(0.0)
+    for word in words:
+        for value in unpack_bf16(word):
+            found = inline_ptx(
+                "{ .reg .f32 a; abs.f32 a, {$r0}; max.f32 {$w0}, a, {$r1}; }",
+                write_only_types=[Float32],
+                read_only_args=[value, found],
+            )
+    return found
+
+
+def powers(most: Any) -> tuple[Any, Any]:
+    """The power of two that brings values of magnitude `most` and less into fp16, and the bits of the one that undoes it and
+    the weights' 2^-14.
+    """
+    exponent = cutlass.max(most.bitcast(Uint32) >> 23, Uint32(2 * SHIFT))  # biased; 255 where a value is infinite
+    scale = ((Uint32(254 + SHIFT) - exponent) << 23).bitcast(Float32)  # 2^SHIFT / 2^(exponent - 127)
+    return scale, exponent << 23  # 2^(exponent - 127 - SHIFT) for the values, 2^SHIFT for the weights
+
+
+def pack_half(low: Any, high: Any) -> Any:
+    """Two fp32 values to a word of two fp16."""
+    return inline_ptx("cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low])
+
+
 def load_row(columns: int, source: Any, target: Any, factor: Any) -> None:
     """One warp brings `columns` of a row of z into fp16, in column pairs; `factor` gets the power of two that undoes it and the
     weights' 2^-14.
@@ -72,33 +101,13 @@ def load_row(columns: int, source: Any, target: Any, factor: Any) -> None:
     lane = cute.arch.lane_idx()
     units = columns // 8
     words = [load_words(source + cutlass.min(first + lane, units - 1) * 8) for first in range(0, units, 32)]
-    largest = Float32(0.0)
-    for four in words:
-        for word in four:
-            for value in unpack_bf16(word):
-                largest = inline_ptx(
-                    "{ .reg .f32 a; abs.f32 a, {$r0}; max.f32 {$w0}, a, {$r1}; }",
-                    write_only_types=[Float32],
-                    read_only_args=[value, largest],
-                )
-    largest = warp_max(largest)
-    exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(2 * SHIFT))  # biased; 255 where a value is not finite
-    scale = ((Uint32(254 + SHIFT) - exponent) << 23).bitcast(Float32)  # 2^SHIFT / 2^(exponent - 127)
-    undo = exponent << 23  # 2^(exponent - 127 - SHIFT) for the row, 2^SHIFT for the weights
+    scale, undo = powers(warp_max(largest([word for four in words for word in four])))
     for turn, four in enumerate(words):
         unit = turn * 32 + lane
         values = []
         for word in four:
             values += [value * scale for value in unpack_bf16(word)]
-        packed = []
-        for i in range(4):  # the columns (i, i + 4), see `decode`
-            packed.append(
-                inline_ptx(
-                    "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};",
-                    write_only_types=[Uint32],
-                    read_only_args=[values[i + 4], values[i]],
-                )
-            )
+        packed = [pack_half(values[i], values[i + 4]) for i in range(4)]  # the columns (i, i + 4), see `decode`
         store_shared(target + unit * 16, packed, None if turn * 32 + 32 <= units else unit < units)
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[factor, undo], predicate=lane == 0)
 
@@ -186,3 +195,28 @@ def init_barriers(barriers: Any, count: cutlass.Constexpr, special: cutlass.Cons
 def byte(tensor: Any, row: Any, length: int) -> Any:
     """Pointer to a row of a byte tensor; 64 bits, since all experts of a layer may exceed 2 GiB."""
     return tensor.iterator + Int64(row) * length
+
+
+def of_pair(c: Any, tensor: Any, pair: Any) -> Any:
+    """What a [T, k] tensor, ids or routing weights, has for a pair."""
+    return tensor[pair // c.top_k, pair % c.top_k]
+
+
+@cute.jit
+def ask_for_w2(c: cutlass.Constexpr, codes: Any, scales: Any, values: cutlass.Constexpr, ids: Any, entries: Any):
+    """One warp of every block: this block's share of the first `c.ahead` experts of w2 into L2. codes, scales: addresses of the
+    first expert's. values: of an expert as it lies in memory, with padding behind it, which is not asked for.
+    """
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    each = cutlass.const_expr(PIECES + SCALE_PIECES)
+    size = cutlass.const_expr(c.hidden * c.width // 2 // PIECES)
+    scale_size = cutlass.const_expr(c.hidden * c.width // GROUP // SCALE_PIECES)
+    pieces = cutlass.min(entries, c.ahead) * each
+    for piece in range(block + cute.arch.lane_idx() * blocks, pieces, 32 * blocks):
+        expert = Int64(of_pair(c, ids, piece // each))
+        index = piece % each
+        code = codes + (expert * (values // 2) + index * size)
+        scale = scales + (expert * (values // GROUP) + (index - PIECES) * scale_size)
+        prefetch_bytes(code, size, index < PIECES)
+        prefetch_bytes(scale, scale_size, index >= PIECES)

@@ -29,10 +29,11 @@ from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ptx import load_shared, prefetch_bytes, store_shared
+from ..device.ptx import load_shared, store_shared
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 from .common import (
     SHIFT,
+    ask_for_w2,
     bulk,
     byte,
     clear,
@@ -41,6 +42,7 @@ from .common import (
     launch,
     load_row,
     mma,
+    of_pair,
     read_scale,
     read_word,
     situ,
@@ -48,9 +50,6 @@ from .common import (
     write_sums,
 )
 from .layout import GROUP, ROUND, TILE, First, Second
-
-PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
-
 
 # -- multiplying ----------------------------------------
 
@@ -137,10 +136,6 @@ def _zeros(memory: Any) -> Any:
         store_shared(memory + thread * 16, (Uint32(0), Uint32(0), Uint32(0), Uint32(0)))
 
 
-def _expert(c: Any, ids: Any, entry: Any) -> Any:
-    return ids[entry // c.top_k, entry % c.top_k]
-
-
 # -- w13 ----------------------------------------
 
 
@@ -158,24 +153,6 @@ def _load_part(c: cutlass.Constexpr, token: Any, z: Any, tokens: Any, factors: A
 
 
 @cute.jit
-def _ask_for_w2(c: cutlass.Constexpr, codes: Any, scales: Any, ids: Any, entries: Any):
-    """One warp of every block: this block's share of the first `c.ahead` experts of w2 into L2."""
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
-    each = cutlass.const_expr(PIECES + SCALE_PIECES)
-    size = cutlass.const_expr(c.hidden * c.width // 2 // PIECES)
-    scale_size = cutlass.const_expr(c.hidden * c.width // GROUP // SCALE_PIECES)
-    pieces = cutlass.min(entries, c.ahead) * each
-    for piece in range(block + cute.arch.lane_idx() * blocks, pieces, 32 * blocks):
-        expert = Int64(_expert(c, ids, piece // each))
-        index = piece % each
-        code = codes.iterator + (expert * (PIECES * size) + index * size)
-        scale = scales.iterator + (expert * (SCALE_PIECES * scale_size) + (index - PIECES) * scale_size)
-        prefetch_bytes(code, size, index < PIECES)
-        prefetch_bytes(scale, scale_size, index >= PIECES)
-
-
-@cute.jit
 def _fetch_w13(c: cutlass.Constexpr, codes: Any, scales: Any, ids: Any, stages: Any, barriers: Any, first: Any, last: Any):
     """The fetching warp: for every tile two lanes copy gate and up rows, two more their scales."""
     layout = _layout_w13(c)
@@ -187,7 +164,7 @@ def _fetch_w13(c: cutlass.Constexpr, codes: Any, scales: Any, ids: Any, stages: 
     step = Int32(0)
     for base in range(first, last, 32):
         entry = cutlass.min(base + lane, last - 1) // tiles
-        expert = Int32(_expert(c, ids, entry))  # of 32 items at once, so that the next one never waits for its own
+        expert = Int32(of_pair(c, ids, entry))  # of 32 items at once, so that the next one never waits for its own
         for index in cutlass.range(cutlass.min(32, last - base), unroll=1):
             row = cute.arch.shuffle_sync(expert, index) * (2 * c.width) + (base + index) % tiles * 8 + half * c.width
             place = step % c.stages
@@ -292,7 +269,7 @@ def _roles_w13(c: cutlass.Constexpr, weights: Any, z: Any, ids: Any, num_tokens:
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == c.split * c.teams:
         _fetch_w13(c, codes, scales, ids, stages, barriers, first, last)
         if cutlass.const_expr(c.ahead > 0):
-            _ask_for_w2(c, next_codes, next_scales, ids, entries)
+            ask_for_w2(c, next_codes.iterator, next_scales.iterator, c.hidden * c.width, ids, entries)
     else:
         _consume_w13(c, z, hidden, stages, barriers, tuple(rest), zeros.toint() + 32, first, last)
 
@@ -343,8 +320,8 @@ def _load_table(c: cutlass.Constexpr, ids: Any, weights: Any, table: Any):
     experts, factors = table
     thread, _, _ = cute.arch.thread_idx()
     for entry in cutlass.range(thread, weights.shape[0] * c.top_k, 32 * c.warps, unroll=1):
-        experts[entry] = _expert(c, ids, entry)
-        factors[entry] = weights[entry // c.top_k, entry % c.top_k]
+        experts[entry] = of_pair(c, ids, entry)
+        factors[entry] = of_pair(c, weights, entry)
 
 
 @cute.jit

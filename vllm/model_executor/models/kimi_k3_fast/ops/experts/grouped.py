@@ -35,6 +35,7 @@ from .common import (
     init_barriers,
     load_row,
     mma,
+    of_pair,
     read_scale,
     read_word,
     situ,
@@ -303,7 +304,7 @@ def _load_table(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, t
         pairs[place] = pair
         factors[place] = Float32(0.0)
         if inside:
-            factors[place] = weights[pair // c.top_k, pair % c.top_k]
+            factors[place] = of_pair(c, weights, pair)
 
 
 @cute.jit

@@ -29,14 +29,25 @@ from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ptx import load_shared, prefetch_bytes, store_shared, stream_async
+from ..device.ptx import load_shared, store_shared, stream_async
 from ..device.vectors import unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
-from .common import SHIFT, clear, decode, launch, mma, read_word, situ, store_half
+from .common import (
+    SHIFT,
+    ask_for_w2,
+    clear,
+    decode,
+    largest,
+    launch,
+    mma,
+    of_pair,
+    pack_half,
+    powers,
+    read_word,
+    situ,
+    store_half,
+)
 from .layout import GROUP, PackedFirst, PackedSecond, padded_columns, padded_rows
-
-PIECES, SCALE_PIECES = 64, 8  # parts in which an expert's w2 and its scales are asked into L2
-
 
 # -- a lane ----------------------------------------
 
@@ -116,49 +127,17 @@ def _load_tokens(c: Any, z: Any, row: Any, target: Any, undo: Any) -> None:
         for part in range(4):
             at = source + (step * layout.pieces * GROUP + part * 8)
             words.append(inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[at]))
-    largest = Float32(0.0)
-    for word in words:
-        for value in unpack_bf16(word):
-            largest = inline_ptx(
-                "{ .reg .f32 a; abs.f32 a, {$r0}; max.f32 {$w0}, a, {$r1}; }",
-                write_only_types=[Float32],
-                read_only_args=[value, largest],
-            )
+    most = largest(words)
     bits = [0, 1, *range(c.strip.bit_length() + 1, 5)] if c.grouped else range(5)  # of the lanes with the same token
     for bit in bits:
-        largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << bit))
-    exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(2 * SHIFT))  # as in `common.load_row`
-    scale = ((Uint32(254 + SHIFT) - exponent) << 23).bitcast(Float32)
-    back = (exponent << 23).bitcast(Float32)
+        most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << bit))
+    scale, word = powers(most)
+    back = word.bitcast(Float32)
     for column in range(_columns(c)):
         undo[column] = cute.arch.shuffle_sync(back, (quad * 2 + column) % c.strip * 4) if c.grouped else back
     for step in range(layout.steps):
-        packed = []
-        for word in words[step * 4 : step * 4 + 4]:
-            even, odd = (value * scale for value in unpack_bf16(word))
-            packed.append(
-                inline_ptx("cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[odd, even])
-            )
+        packed = [pack_half(*(value * scale for value in unpack_bf16(word))) for word in words[step * 4 : step * 4 + 4]]
         store_shared(target + step * 512, packed)
-
-
-@cute.jit
-def _ask_for_w2(c: cutlass.Constexpr, weights: Any, ids: Any, entries: Any):
-    """One warp of every block: this block's share of the first `c.ahead` experts of w2 into L2."""
-    block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
-    each = cutlass.const_expr(PIECES + SCALE_PIECES)
-    size = cutlass.const_expr(c.hidden * c.width // 2 // PIECES)
-    scale_size = cutlass.const_expr(c.hidden * c.width // GROUP // SCALE_PIECES)
-    whole = cutlass.const_expr(padded_columns(c.pitch) * c.hidden)
-    pieces = cutlass.min(entries, c.ahead) * each
-    for piece in range(block + cute.arch.lane_idx() * blocks, pieces, 32 * blocks):
-        expert = Int64(ids[piece // each // c.top_k, piece // each % c.top_k])
-        index = piece % each
-        code = weights[0].iterator.toint() + expert * (whole // 2) + Int64(index * size)
-        scale = weights[1].iterator.toint() + expert * (whole // GROUP) + Int64((index - PIECES) * scale_size)
-        prefetch_bytes(code, size, index < PIECES)
-        prefetch_bytes(scale, scale_size, index >= PIECES)
 
 
 def _find_w13(c: Any, lane: tuple, share: tuple, table: tuple, index: Any) -> tuple[Any, Any]:
@@ -314,7 +293,7 @@ def _stream_w13(
             products += 1
         if cutlass.const_expr(c.ahead > 0):  # noqa: SIM102 - one is of the trace, one of the kernel
             if (index == cutlass.max(count - 1 - c.flight // layout.steps, 0)) & (warp == c.split - 1):
-                _ask_for_w2(c, following, routes[0], entries)
+                ask_for_w2(c, *following, padded_columns(c.pitch) * c.hidden, routes[0], entries)
 
 
 @cute.jit
@@ -333,7 +312,7 @@ def _list_items(c: cutlass.Constexpr, routes: Any, share: Any, table: Any):
             table[1][index] = routes[0][expert]
             table[2][index] = routes[0][expert + 1]
         else:
-            table[0][index] = routes[0][entry // c.top_k, entry % c.top_k]
+            table[0][index] = of_pair(c, routes[0], entry)
 
 
 def _share_w13(c: Any, entries: Any) -> tuple[Any, Any, Any]:
@@ -368,7 +347,7 @@ def _w13(
         _stream_w13(c, weights, following, z, routes, entries, hidden, memory, share, table)
     if cutlass.const_expr(c.ahead > 0):  # noqa: SIM102 - one is of the trace, one of the kernel
         if (share[2] <= 0) & (cute.arch.warp_idx() == 0):
-            _ask_for_w2(c, following, routes[0], entries)
+            ask_for_w2(c, *following, padded_columns(c.pitch) * c.hidden, routes[0], entries)
 
 
 @cute.kernel
@@ -386,7 +365,8 @@ def _w13_packed(
     release_dependents()
     memory, table = _memory_w13(c)
     token = dependency_wait()
-    weights, following = (codes.early(), scales.early()), (next_codes.early(), next_scales.early())
+    weights = (codes.early(), scales.early())
+    following = (next_codes.early().iterator.toint(), next_scales.early().iterator.toint())
     entries = num_tokens.after(token)[0] * c.top_k
     _w13(c, weights, following, z.after(token), (ids.after(token),), entries, hidden.after(token), memory, table)
 
@@ -434,12 +414,12 @@ def _list_entries(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any,
             pairs[place] = pair
             factors[place] = Float32(0.0)
             if inside:
-                factors[place] = weights[pair // c.top_k, pair % c.top_k]
+                factors[place] = of_pair(c, weights, pair)
     else:
         experts, factors = table
         for entry in cutlass.range(thread, places, 32 * c.warps, unroll=1):  # padded rows too: no read waits for `num_tokens`
-            experts[entry] = routes[0][entry // c.top_k, entry % c.top_k]
-            factors[entry] = weights[entry // c.top_k, entry % c.top_k]
+            experts[entry] = of_pair(c, routes[0], entry)
+            factors[entry] = of_pair(c, weights, entry)
 
 
 def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries: Any) -> tuple[Any, Any, Any]:
