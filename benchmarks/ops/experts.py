@@ -129,36 +129,14 @@ def stock_experts(config: op.Config, weights: Weights) -> Callable[[Call], Calla
     try:
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-        from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
         from vllm.model_executor.layers.fused_moe.experts.fused_humming_moe import HummingIndexedExperts
-        from vllm.model_executor.layers.quantization.utils.humming import (
-            convert_to_humming_moe_kernel_format,
-            get_humming_moe_quant_config,
-        )
+        from vllm.model_executor.layers.quantization.utils.humming import get_humming_moe_quant_config
 
         with set_current_vllm_config(VllmConfig()):
-            moe = FusedMoEConfig(
-                num_experts=config.experts,
-                experts_per_token=config.top_k,
-                hidden_dim=config.hidden,
-                intermediate_size=config.width,
-                num_local_experts=config.experts,
-                num_logical_experts=config.experts,
-                activation=MoEActivation.SITU,
-                device="cuda",
-                routing_method=RoutingMethodType.Unspecified,
-                moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-                in_dtype=torch.bfloat16,
-                activation_situ_beta=config.beta,
-                activation_situ_linear_beta=config.linear_beta,
-            )
-            layer = torch.nn.Module()
-            layer.moe_config, layer.params_dtype, layer.layer_name = moe, torch.bfloat16, "experts"
-            named = {"w13_weight": weights.w13, "w13_weight_scale": weights.s13, "w2_weight": weights.w2}
-            for name, tensor in {**named, "w2_weight_scale": weights.s2}.items():
-                layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
-            convert_to_humming_moe_kernel_format(layer, quant_config={"quant_method": "mxfp4"}, allow_input_schema_fallback=False)
-            experts = HummingIndexedExperts(moe, get_humming_moe_quant_config(layer))
+            layer = stock.humming_layer(config, weights)
+            if layer is None:
+                return None
+            experts = HummingIndexedExperts(layer.moe_config, get_humming_moe_quant_config(layer))
         experts.get_global_valid_shape_m = lambda ids: ids.numel()  # the model asks its forward context, which is not here
     except Exception as error:  # vLLM's import fails in many ways where it is not installed whole
         print(f"stock experts are not here: {type(error).__name__}: {error}", file=sys.stderr)

@@ -7,9 +7,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.kimi_k3_fast.ops import experts
+    from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights
 
 
 def _find(module: str, name: str) -> Any:
@@ -46,6 +50,44 @@ def topk() -> Callable[[torch.Tensor, torch.Tensor, int], object] | None:
     """(logits, bias, k) -> weights and ids, by the kernel vLLM's router calls for one group of sigmoid scores."""
     grouped = _find("vllm._custom_ops", "grouped_topk")
     return None if grouped is None else lambda logits, bias, k: grouped(logits, 1, 1, k, True, 1.0, bias, 1)
+
+
+def humming_layer(config: experts.Config, weights: Weights) -> torch.nn.Module | None:
+    """Stock's layer of routed experts, with a copy of these weights (checkpoint layout) as its MXFP4 method lays them out:
+    parameters w13_weight, w13_weight_scale, w2_weight, w2_weight_scale. None where that method chooses other kernels than
+    Humming's; raises where vLLM is not installed whole. Wants a current `VllmConfig`.
+    """
+    from vllm.model_executor.layers.fused_moe import config as moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    layer, device = torch.nn.Module(), weights.w13.device
+    layer.layer_name = "experts"
+    layer.moe_config = moe.FusedMoEConfig(
+        **dict.fromkeys(("num_experts", "num_local_experts", "num_logical_experts"), config.experts),
+        experts_per_token=config.top_k,
+        hidden_dim=config.hidden,
+        intermediate_size=config.width,
+        activation=MoEActivation.SITU,
+        activation_situ_beta=config.beta,
+        activation_situ_linear_beta=config.linear_beta,
+        routing_method=moe.RoutingMethodType.Unspecified,
+        moe_parallel_config=moe.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+        device=device,
+    )
+    method = Mxfp4MoEMethod(layer.moe_config)
+    if method.mxfp4_backend.name != "HUMMING":
+        print(f"stock chooses {method.mxfp4_backend.name} for experts here, not Humming", file=sys.stderr)
+        return None
+    with device:
+        method.create_weights(layer, config.experts, config.hidden, config.width, torch.bfloat16, weight_loader=None)
+    for matrix, codes, scales in (("w13", weights.w13, weights.s13), ("w2", weights.w2, weights.s2)):
+        getattr(layer, f"{matrix}_weight").data.copy_(codes)
+        getattr(layer, f"{matrix}_weight_scale").data.copy_(scales)
+    method._build_moe_kernel = lambda layer: None  # only the weights are wanted
+    method.process_weights_after_loading(layer)
+    return layer
 
 
 def situ_and_mul() -> Callable[..., None] | None:

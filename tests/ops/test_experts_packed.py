@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from test_experts import make_routing, make_weights, play
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.ops import stock
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import experts as op
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
@@ -162,40 +167,15 @@ def test_a_shape_that_stock_pads_within_is_refused(change: dict[str, int], words
 def packed_by_stock(config: op.Config, raw: Weights) -> Weights:
     """What stock's MXFP4 method makes of a layer's experts on this device. Skips where it does not choose Humming."""
     pytest.importorskip("humming")
-    method_of = pytest.importorskip("vllm.model_executor.layers.quantization.mxfp4").Mxfp4MoEMethod
+    pytest.importorskip("vllm.model_executor.layers.quantization.mxfp4")
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe import config as moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    count, layer = config.experts, torch.nn.Module()
-    sizes = dict.fromkeys(("num_experts", "num_local_experts", "num_logical_experts"), count)
     with set_current_vllm_config(VllmConfig()):
-        layer.moe_config = moe.FusedMoEConfig(
-            **sizes,
-            hidden_dim=config.hidden,
-            intermediate_size=config.width,
-            experts_per_token=config.top_k,
-            activation=MoEActivation.SITU,
-            activation_situ_beta=config.beta,
-            activation_situ_linear_beta=config.linear_beta,
-            routing_method=moe.RoutingMethodType.Unspecified,
-            moe_parallel_config=moe.FusedMoEParallelConfig.make_no_parallel(),
-            in_dtype=torch.bfloat16,
-            device="cuda",
-        )
-        method = method_of(layer.moe_config)
-        if method.mxfp4_backend.name != "HUMMING":
-            pytest.skip(f"stock chooses {method.mxfp4_backend.name} here")
-        layer.layer_name = "experts"
-        with torch.device("cuda"):
-            method.create_weights(layer, count, config.hidden, config.width, torch.bfloat16, weight_loader=None)
-        names = {"w13_weight": raw.w13, "w13_weight_scale": raw.s13, "w2_weight": raw.w2, "w2_weight_scale": raw.s2}
-        for name, tensor in names.items():
-            getattr(layer, name).data.copy_(tensor)
-        method._build_moe_kernel = lambda layer: None  # only the weights are wanted
-        method.process_weights_after_loading(layer)
-    made = (getattr(layer, name).data for name in names)
-    return Weights(*(t if t.dtype == torch.int32 else t.view(torch.uint8) for t in made), inner=config.width)
+        layer = stock.humming_layer(config, raw)
+    if layer is None:
+        pytest.skip("stock does not choose Humming here")
+    made = (layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale)
+    return Weights(*(t.data if t.dtype == torch.int32 else t.data.view(torch.uint8) for t in made), inner=config.width)
 
 
 @pytest.mark.gpu
