@@ -202,6 +202,42 @@ def of_pair(c: Any, tensor: Any, pair: Any) -> Any:
     return tensor[pair // c.top_k, pair % c.top_k]
 
 
+def span(routes: tuple, expert: Any) -> tuple[Any, Any]:
+    """An expert's pairs [start, end) of the sorted list. routes: offsets, pairs, active."""
+    return routes[0][expert], routes[0][expert + 1]
+
+
+@cute.jit
+def list_pairs(c: cutlass.Constexpr, ids: Any, weights: Any, table: Any):
+    """Expert and routing weight of every pair, read once, by all threads.
+
+    Those of padded rows too, which are never fetched: so no read waits for `num_tokens`.
+    """
+    experts, factors = table
+    thread, _, _ = cute.arch.thread_idx()
+    for pair in cutlass.range(thread, weights.shape[0] * c.top_k, 32 * c.warps, unroll=1):
+        experts[pair] = of_pair(c, ids, pair)
+        factors[pair] = of_pair(c, weights, pair)
+
+
+@cute.jit
+def list_groups(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, table: Any):
+    """Expert, start and end of every entry; pair and routing weight of every place in the list: read once, by all threads."""
+    experts, starts, ends, pairs, factors = table
+    thread, _, _ = cute.arch.thread_idx()
+    for entry in range(thread, entries, 32 * c.warps):
+        expert = routes[2][entry]
+        experts[entry] = expert
+        starts[entry], ends[entry] = span(routes, expert)
+    for place in range(thread, weights.shape[0] * c.top_k, 32 * c.warps):
+        pair = routes[1][place]
+        inside = (pair < weights.shape[0] * c.top_k) & (pair >= 0)  # beyond the last group the list holds anything
+        pairs[place] = pair
+        factors[place] = Float32(0.0)
+        if inside:
+            factors[place] = of_pair(c, weights, pair)
+
+
 @cute.jit
 def ask_for_w2(c: cutlass.Constexpr, codes: Any, scales: Any, values: cutlass.Constexpr, ids: Any, entries: Any):
     """One warp of every block: this block's share of the first `c.ahead` experts of w2 into L2. codes, scales: addresses of the

@@ -40,6 +40,7 @@ from .common import (
     decode,
     init_barriers,
     launch,
+    list_pairs,
     load_row,
     mma,
     of_pair,
@@ -312,19 +313,6 @@ def _w13_pairs(
 
 
 @cute.jit
-def _load_table(c: cutlass.Constexpr, ids: Any, weights: Any, table: Any):
-    """Expert and routing weight of every entry, read once, by all threads.
-
-    Those of padded rows too, which are never fetched: so no read waits for `num_tokens`.
-    """
-    experts, factors = table
-    thread, _, _ = cute.arch.thread_idx()
-    for entry in cutlass.range(thread, weights.shape[0] * c.top_k, 32 * c.warps, unroll=1):
-        experts[entry] = of_pair(c, ids, entry)
-        factors[entry] = of_pair(c, weights, entry)
-
-
-@cute.jit
 def _fetch_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, expert: Any, entry: Any, stage: Any, barrier: Any):
     """Start copying this block's rows of an entry's expert, and its hidden row."""
     layout = Second(c.width, c.height)
@@ -434,7 +422,7 @@ def _memory_w2(c: Any) -> tuple:
 def _w2(c: Any, weights: tuple, hidden: Any, ids: Any, factors: Any, num_tokens: Any, out: Any, memory: tuple) -> None:
     stages, barriers, zeros, table, sums = memory
     entries = num_tokens[0] * c.top_k
-    _load_table(c, ids, factors, table)
+    list_pairs(c, ids, factors, table)
     cute.arch.sync_threads()
     size = c.rows * c.height
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))

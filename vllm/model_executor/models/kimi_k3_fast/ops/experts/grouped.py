@@ -33,12 +33,13 @@ from .common import (
     clear,
     decode,
     init_barriers,
+    list_groups,
     load_row,
     mma,
-    of_pair,
     read_scale,
     read_word,
     situ,
+    span,
     store_half,
     write_sums,
 )
@@ -93,11 +94,6 @@ def _product(tiles: list[Rows], token: Any, groups: int, together: int) -> list[
     return acc
 
 
-def _span(routes: tuple, expert: Any) -> tuple[Any, Any]:
-    """An entry is an expert with its pairs [start, end) of the sorted list. routes: offsets, pairs, active, num_active."""
-    return routes[0][expert], routes[0][expert + 1]
-
-
 # -- w13 ----------------------------------------
 
 
@@ -130,7 +126,7 @@ def _fetch_w13(c: cutlass.Constexpr, codes: Any, scales: Any, routes: Any, stage
         expert = Int32(routes[2][entry])  # of 32 items at once, so that the next one never waits for its own
         passes = Int32(1)
         if cutlass.const_expr(c.gathered):
-            start, end = _span(routes, expert)
+            start, end = span(routes, expert)
             passes = (end - start + (c.slots - 1)) // c.slots
         for index in range(cutlass.min(32, last - base)):
             gate = cute.arch.shuffle_sync(expert, index) * (2 * c.width) + (base + index) % tiles * 8
@@ -213,7 +209,7 @@ def _consume_w13(
     for item in range(first, last):
         entry = item // tiles
         if entry != known:
-            start, end = _span(routes, routes[2][entry])
+            start, end = span(routes, routes[2][entry])
             known = entry
         for begin in range(start, end, c.slots):  # more than one pass only where an expert has many tokens
             count = cutlass.min(end - begin, c.slots)
@@ -286,25 +282,6 @@ def _w13_grouped(
 
 
 # -- w2 ----------------------------------------
-
-
-@cute.jit
-def _load_table(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, table: Any):
-    """Expert, start and end of every entry; pair and routing weight of every place in the list: read once, by all threads."""
-    experts, starts, ends, pairs, factors = table
-    thread, _, _ = cute.arch.thread_idx()
-    for entry in range(thread, entries, 32 * c.warps):
-        expert = routes[2][entry]
-        experts[entry] = expert
-        starts[entry], ends[entry] = _span(routes, expert)
-    for place in range(thread, weights.shape[0] * c.top_k, 32 * c.warps):
-        pair = routes[1][place]
-        inside = pair < weights.shape[0] * c.top_k  # beyond the last group the list holds anything
-        inside = inside & (pair >= 0)
-        pairs[place] = pair
-        factors[place] = Float32(0.0)
-        if inside:
-            factors[place] = of_pair(c, weights, pair)
 
 
 @cute.jit
@@ -429,7 +406,7 @@ def _memory_w2(c: Any) -> tuple:
 def _w2(c: Any, codes: Any, scales: Any, hidden: Any, routes: tuple, weights: Any, out: Any, memory: tuple) -> None:
     stages, barriers, table, sums = memory
     entries = routes[3][0]
-    _load_table(c, routes, weights, entries, table)
+    list_groups(c, routes, weights, entries, table)
     cute.arch.sync_threads()
     size = c.rows * c.height
     own = cute.make_tensor(sums.iterator + cute.arch.warp_idx() * size, cute.make_layout(size))

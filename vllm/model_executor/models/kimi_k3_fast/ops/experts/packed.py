@@ -39,6 +39,8 @@ from .common import (
     decode,
     largest,
     launch,
+    list_groups,
+    list_pairs,
     mma,
     of_pair,
     pack_half,
@@ -395,33 +397,6 @@ def _w13_packed_grouped(
 # -- w2 ----------------------------------------
 
 
-@cute.jit
-def _list_entries(c: cutlass.Constexpr, routes: Any, weights: Any, entries: Any, table: Any):
-    """Expert of every entry, of groups its start and end and the list of pairs; routing weight of every pair: read once, by all
-    threads."""
-    thread, _, _ = cute.arch.thread_idx()
-    places = weights.shape[0] * c.top_k
-    if cutlass.const_expr(c.grouped):
-        experts, starts, ends, factors, pairs = table
-        for entry in range(thread, entries, 32 * c.warps):
-            expert = routes[2][entry]
-            experts[entry] = expert
-            starts[entry] = routes[0][expert]
-            ends[entry] = routes[0][expert + 1]
-        for place in range(thread, places, 32 * c.warps):
-            pair = routes[1][place]
-            inside = (pair < places) & (pair >= 0)  # beyond the last group the list holds anything
-            pairs[place] = pair
-            factors[place] = Float32(0.0)
-            if inside:
-                factors[place] = of_pair(c, weights, pair)
-    else:
-        experts, factors = table
-        for entry in cutlass.range(thread, places, 32 * c.warps, unroll=1):  # padded rows too: no read waits for `num_tokens`
-            experts[entry] = of_pair(c, routes[0], entry)
-            factors[entry] = of_pair(c, weights, entry)
-
-
 def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries: Any) -> tuple[Any, Any, Any]:
     """Addresses of this lane's codes, scales and hidden values of the first step of a pass; behind the last: of the last."""
     entry = cutlass.min(entry, entries - 1)
@@ -430,7 +405,7 @@ def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries:
     if c.grouped:
         _, member, _, _ = _place(c)
         last = cutlass.max(table[2][entry] - 1, 0)
-        pair = table[4][cutlass.min(begin + member, last)]
+        pair = table[3][cutlass.min(begin + member, last)]
     return lane[0] + expert * (size // 2), lane[1] + expert * (size // GROUP), lane[2] + Int64(pair) * (2 * c.width)
 
 
@@ -453,9 +428,9 @@ def _add(c: cutlass.Constexpr, acc: Any, table: Any, begin: Any, end: Any, sums:
         at = begin + (quad * 2 + column if cutlass.const_expr(c.grouped) else 0)
         if writes & (at < end):
             pair = at
-            factor = table[1][at] if cutlass.const_expr(not c.grouped) else table[3][at]
+            factor = table[-1][at]
             if cutlass.const_expr(c.grouped):
-                pair = table[4][at]
+                pair = table[3][at]
             weight = factor * Float32(2.0 ** (SHIFT - c.hidden_shift))
             place = sums + (pair // c.top_k * c.strip + member) * 32
             for four in cutlass.range_constexpr(2):
@@ -536,7 +511,7 @@ def _memory_w2(c: Any) -> tuple:
         return allocator.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
     pairs = c.rows * c.top_k
-    kinds = ((Int32, c.entries),) * 3 + ((Float32, pairs), (Int32, pairs)) if c.grouped else ((Int32, pairs), (Float32, pairs))
+    kinds = ((Int32, c.entries),) * (3 if c.grouped else 0) + ((Int32, pairs), (Float32, pairs))
     table = tuple(numbers(*kind) for kind in kinds)
     sums = numbers(Float32, c.warps * c.rows * layout.height)
     clear(sums, c.warps * c.rows * layout.height, 32 * c.warps, 1)
@@ -546,7 +521,10 @@ def _memory_w2(c: Any) -> tuple:
 @cute.jit
 def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, routes: Any, factors: Any, entries: Any, out: Any, memory: Any):
     ring, table, sums = memory
-    _list_entries(c, routes, factors, entries, table)
+    if cutlass.const_expr(c.grouped):
+        list_groups(c, routes, factors, entries, table)
+    else:
+        list_pairs(c, routes[0], factors, table)
     cute.arch.sync_threads()
     own = sums.iterator.toint() + cute.arch.warp_idx() * (c.rows * _second(c).height * 4)
     if cute.arch.warp_idx() < entries:
