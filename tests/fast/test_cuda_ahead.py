@@ -66,9 +66,8 @@ def test_the_config_names_the_kernels_of_the_loaded_model(monkeypatch, ranks, ma
     """Also of the experts' layout: stock's on Hopper, unless the server is told to take another backend."""
     monkeypatch.setattr(cuda_ahead, "block_size", lambda heads: fakes.BLOCK_SIZE)
     model, kept = fakes.stock(fakes.weights(), 0, ranks, packs=layout is None)
-    post = (lambda words: None) if mailbox else None
     monkeypatch.setattr(cuda_ahead, "LEAST_WIDTH", 1)  # the fakes are narrower than what stock would pad
-    served = Executor(view_model(model, kept), fakes.caches, {"layers.2": 2}, ARCH, ranks, post=post, device="cpu")
+    served = Executor(view_model(model, kept), fakes.caches, {"layers.2": 2}, ARCH, ranks, mailbox=mailbox, device="cpu")
     ahead = cuda_ahead.specs(CONFIG, ARCH, ranks, 2 * fakes.BLOCK_SIZE, [1, 16], mailbox, layout)
     assert set(ahead) == set(served.specs([1, 16])) and len(ahead) == len(set(ahead))
 

@@ -45,9 +45,9 @@ def cuda(world: int, mailbox: bool = False, packs: bool = False) -> list[tuple[l
         reduce = meeting.reduce(r) if world > 1 else lambda x: x
         model, kept = stock(weights(), r, world, reduce, packs)
         bound = caches(BF16, r, world)
-        post = (lambda words: Module(layout=Module(words=words), reduce=reduce, rank=r)) if mailbox else None
-        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, post, "cpu", r)
+        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, mailbox, "cpu", r)
         run.prepare([len(SLOTS)])
+        run.box = Module(layout=Module(words=run.words), reduce=reduce, rank=r) if mailbox else None
         hidden = []
         for step in range(STEPS):
             embedded = model.embed_input_ids(torch.arange(len(SLOTS)) + step)
@@ -225,13 +225,13 @@ def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, world):
     model, kept = stock(weights(), 1, world) if world > 1 else stock(weights())
     bound = caches(BF16, world - 1, world)
 
-    def post(words: int) -> Box:
-        layout, zeros = Layout(world, words), functools.partial(torch.zeros, dtype=torch.int32)
-        return Box(world - 1, layout, zeros(layout.bytes // 4), torch.zeros(world, dtype=torch.int64), zeros(2))
-
-    box = post if world > 1 else None
-    run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, post=box, device="cpu", rank=world - 1)
+    run = Executor(
+        view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, mailbox=world > 1, device="cpu", rank=world - 1
+    )
     run.prepare([tokens])
+    if world > 1:
+        layout, zeros = Layout(world, run.words), functools.partial(torch.zeros, dtype=torch.int32)
+        run.box = Box(world - 1, layout, zeros(layout.bytes // 4), torch.zeros(world, dtype=torch.int64), zeros(2))
     run.run(tokens, torch.zeros(tokens, run.model.hidden, dtype=BF16), step_tensors([1] * tokens, 5))
     experts.plan.cache_clear()
     assert done.count("bf16_attn_res") == 2 * len(KINDS) + 1 and done.count("bf16_kda_decode") == KINDS.count("kda")

@@ -201,7 +201,7 @@ def test_a_kernel_that_fails_in_the_warm_up_leaves_stocks_path(monkeypatch):
     assert capture(path, model) == (None, None)
     assert "warm-up of 4 rows: ValueError: argument slots: stride" in path.refusals[0].detail
     dispatch("full", 4, 4)
-    assert steps()["by_reason"] == {"caches_layout": 1}
+    assert steps()["by_reason"] == {"not_prepared": 1}
 
 
 def test_a_kernel_that_does_not_compile_leaves_stocks_path_and_stops_require(monkeypatch):
@@ -225,6 +225,91 @@ def test_one_ranks_refusal_is_everyones(monkeypatch):
     path, model = make(all_gather=lambda mine: [mine, [1]])
     bind(path, model)
     assert "rank 1 refused" in path.refusals[0].detail and capture(path, model) == (None, None)
+
+
+# -- ranks that exchange through mailboxes ----------------------------------------
+
+
+def of_two(other: list[int], settings: Settings = LIFTED) -> tuple[CudaPath, Module, list[str]]:
+    """One rank of two, whose collectives find what the other says in turn, and what was done in order."""
+    done: list[str] = []
+
+    def all_gather(mine: list[int]) -> list[list[int]]:
+        done.append(f"agree {mine[0]}")
+        return [mine, [other.pop(0)]]
+
+    def post(words: int):
+        done.append("room")
+        return lambda: done.append("meet") or Module(layout=Layout(2, words), rank=0, reduce=lambda x: x, health=lambda: None)
+
+    path, model = make(settings, ranks=2, all_gather=all_gather, post=post)
+    return path, model, done
+
+
+def facts() -> dict:
+    return guards.current().report()["deployment"]["facts"]
+
+
+def test_ranks_meet_when_all_have_what_they_need(monkeypatch):
+    replace_kernels(monkeypatch)
+    path, model, done = of_two([0, 0, 0, 0, 0])
+    bind(path, model)
+    capture(path, model)
+    assert done == ["agree 0", "room", "agree 0", "meet", "agree 0", "agree 0"], "load, prepare, mailbox, warm-up"
+    assert path.executor.box is path._box is not None and facts()["exchange"] == "mailbox"
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_no_rank_meets_the_others_where_one_cannot_prepare(monkeypatch, mine):
+    replace_kernels(monkeypatch)
+    path, model, done = of_two([0, int(not mine)])
+    bind(path, model)
+    if mine:
+        fail = RuntimeError("a kernel does not compile: no space left")
+        monkeypatch.setattr(cuda_executor, "compile_missing", lambda *_: (_ for _ in ()).throw(fail))
+    assert capture(path, model) == (None, None) and "meet" not in done
+    assert [r.reason for r in path.refusals] == [Reason.NOT_PREPARED]
+    assert ("no space left" if mine else "rank 1 refused") in path.refusals[0].detail
+    assert facts()["exchange"] == "none"
+
+
+@pytest.mark.parametrize("mine", [False, True])
+@pytest.mark.parametrize("exchange", ["auto", "mailbox"])
+def test_ranks_whose_memory_cannot_be_joined(monkeypatch, exchange, mine):
+    """They sum by stock's all-reduce, all of them; where mailboxes were asked for by name, there is no fast path."""
+    replace_kernels(monkeypatch)
+    path, model, _ = of_two([0, 0, int(not mine), 0, 0], dataclasses.replace(LIFTED, exchange=exchange))
+    bind(path, model)
+    if mine:
+        made = path._post
+
+        def post(words: int):
+            made(words)
+            return lambda: (_ for _ in ()).throw(RuntimeError("no peer access"))
+
+        path._post = post
+    warm, _ = capture(path, model)
+    if exchange == "auto":
+        assert warm is not None and path.executor.box is None and not path.executor.mailbox
+        assert facts()["exchange"] == "stock" and not path.refusals
+        return
+    assert warm is None and [r.reason for r in path.refusals] == [Reason.NOT_PREPARED] and path._box is None
+    assert ("no peer access" if mine else "rank 1 has none") in path.refusals[0].detail
+
+
+def test_a_refused_path_does_not_look_into_its_mailbox(monkeypatch):
+    """The ranks' kernels may have waited for each other in vain before the refusal: the health word is sticky."""
+    replace_kernels(monkeypatch)
+    path, model, _ = of_two([0, 0, 0, 0])
+    bind(path, model)
+    made = path._post
+    path._post = lambda words: made(words) and (lambda: Module(layout=Layout(2, words), health=lost(1).health))
+    monkeypatch.setattr(cuda_executor.kda, "run", lambda *_: (_ for _ in ()).throw(ValueError("argument slots: stride")))
+    assert capture(path, model) == (None, None)
+    for _ in range(2 * cuda_path.HEALTH_EVERY):
+        dispatch("full", 4, 4)
+        path.replayed()
+    assert guards.current().report()["violations"]["by_reason"] == {}
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -365,7 +450,7 @@ def test_a_lost_peer_ends_the_engine_with_the_first_result_that_is_nan(monkeypat
     """The thread that hands out results raises, in the executor's hands, though no step follows; other NaN ends requests only."""
     replace_kernels(monkeypatch)
     settings = Settings(allow_unvalidated=True, policy=policy, events=Events(path=str(tmp_path / "events.jsonl")))
-    path, model = make(settings, mailbox=lambda words: pytest.fail("one rank needs none"), ranks=1)
+    path, model = make(settings, post=lambda words: lambda: lost(1))
     bind(path, model)
     watching = guards.current()
     watching.post(Reason.NON_FINITE, {"request": "r0"})

@@ -167,24 +167,3 @@ def test_experts_are_found_where_stock_has_them():
     routed = object()
     assert cuda._routed_experts(Module(block_sparse_moe=Module(experts=Module(routed_experts=routed)))) is routed
     assert cuda._routed_experts(Module(mlp=object())) is None
-
-
-@pytest.mark.parametrize(
-    ("wanted", "world", "linked", "mailbox"),
-    [
-        ("auto", 2, True, True),
-        ("auto", 8, True, True),
-        ("auto", 2, False, False),
-        ("auto", 2, None, False),
-        ("auto", 16, True, False),
-        ("auto", 1, True, False),
-        ("stock", 2, True, False),
-        ("mailbox", 2, None, True),
-        ("mailbox", 1, True, False),
-    ],
-)
-def test_ranks_that_are_linked_exchange_through_mailboxes(monkeypatch, wanted, world, linked, mailbox):
-    """linked: what vLLM's custom all-reduce found; None: there is none."""
-    custom = None if linked is None else Module(disabled=not linked)
-    monkeypatch.setattr(cuda, "get_tp_group", lambda: Module(device_communicator=Module(ca_comm=custom)))
-    assert (cuda._exchange(wanted, world) is not None) is mailbox

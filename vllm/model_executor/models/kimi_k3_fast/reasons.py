@@ -192,6 +192,12 @@ class Reason(enum.Enum):
         "The bound caches do not lie as the fast path's kernels read them, or an operator has no kernel for them.",
         "See the detail; the standard path serves such caches.",
     )
+    NOT_PREPARED = Explained(
+        "not_prepared",
+        Level.CACHES,
+        "Kernels, buffers or mailboxes of the fast path could not be made, or not run in the warm-up, on this rank or another.",
+        "See the detail and the log of the rank that it names; `exchange` `stock` does without mailboxes.",
+    )
 
     # -- step ----------------------------------------
     STEP_PREFILL = Explained(

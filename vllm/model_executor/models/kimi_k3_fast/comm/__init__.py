@@ -23,6 +23,7 @@ from .layout import HEADER, Layout
 
 BOUND_NS = 10_000_000_000  # how long a kernel waits for a peer
 RANKS = (2, 4, 8)  # of one host, for which there are kernels
+SMS = 132  # blocks that surely run at once, as those of an exchange wait for their counterparts
 
 
 class PeerLost(RuntimeError):
@@ -85,20 +86,28 @@ class Mailbox(Box):
     """A box over symmetric memory: the ranks of `group` make one each, at the same point; multicast stays off.
 
     `words`: the most 64-bit words that one rank sends to one other in a call (the ops' plans say how many they need). `group`
-    serves to exchange addresses and for a barrier; a CPU backend is enough.
+    serves to exchange addresses and for a barrier; a CPU backend is enough. `room`: made before, by a rank that wants to know
+    whether there is memory before it meets the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, words: int, device: torch.device) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read by PyTorch when it allocates
+    def __init__(self, group: dist.ProcessGroup, words: int, device: torch.device, room: torch.Tensor | None = None) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self.group = group
         layout = Layout(dist.get_world_size(group), words)
-        memory = symmetric.empty(layout.bytes // 4, dtype=torch.int32, device=device).zero_()
+        memory = self.room(layout.world, words, device) if room is None else room
         self._handle = symmetric.rendezvous(memory, group)
         addresses = torch.tensor(list(self._handle.buffer_ptrs), dtype=torch.int64, device=device)
         super().__init__(dist.get_rank(group), layout, memory, addresses, torch.zeros(2, dtype=torch.int32, device=device))
         self._meet()  # nobody sends before every box is zeroed
+
+    @staticmethod
+    def room(world: int, words: int, device: torch.device) -> torch.Tensor:
+        """Zeroed memory of a mailbox of `world` ranks, int32. No other rank takes part."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read by PyTorch when it allocates
+        import torch.distributed._symmetric_memory as symmetric
+
+        return symmetric.empty(Layout(world, words).bytes // 4, dtype=torch.int32, device=device).zero_()
 
     def _meet(self) -> None:
         torch.cuda.synchronize(self.memory.device)

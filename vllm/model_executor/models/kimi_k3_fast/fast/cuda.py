@@ -9,7 +9,6 @@ below.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,17 +21,15 @@ from vllm.distributed import (
     get_tp_group,
     tensor_model_parallel_all_reduce,
 )
-from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.forward_context import get_forward_context
 from vllm.models.kimi_k3.nvidia.model import KimiK3ForConditionalGeneration, KimiLinearForCausalLM
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from .. import settings
-from ..comm import RANKS, Mailbox
 from ..guard import current
 from ..scope import deployment
-from . import cuda_shadow, metadata
+from . import cuda_exchange, cuda_shadow, metadata
 from .cuda_path import CudaPath, caches_of
 from .cuda_views import KeptExperts, attention_layers
 
@@ -52,6 +49,7 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
         sizes = [KeptExperts.bytes_of(experts) for experts in routed.values()]
         world = get_tensor_model_parallel_world_size()
         largest = vllm_config.scheduler_config.max_num_seqs
+        gather = metadata.bind_ranks(current())
         self.fast = CudaPath(
             deployment.read(vllm_config),
             chosen,
@@ -60,8 +58,8 @@ class FastKimiLinearForCausalLM(KimiLinearForCausalLM):
             (sum(shared for shared, _ in sizes), sum(copied for _, copied in sizes)),
             world,
             tensor_model_parallel_all_reduce if world > 1 else lambda x: x,
-            metadata.bind_ranks(current()),
-            _exchange(chosen.exchange, world),
+            gather,
+            cuda_exchange.choose(chosen.exchange, get_tp_group(), gather),
             rank=get_tensor_model_parallel_rank(),
         )
 
@@ -137,25 +135,6 @@ class FastModelState(MambaHybridModelState):
         else:
             self.fast.record(metadata.batch_key(input_batch, cudagraph_mode.name.lower(), self.fast.generation))
         return found
-
-
-def _exchange(wanted: str, world: int) -> Callable[[int], Mailbox] | None:
-    """What makes the mailbox of a rank, or None where stock's all-reduce serves: as the setting says, or as the links allow."""
-    if world == 1 or wanted == "stock":
-        return None
-    if wanted == "auto":
-        custom = getattr(get_tp_group().device_communicator, "ca_comm", None)  # it has looked at the links between all ranks
-        if world not in RANKS or custom is None or custom.disabled:
-            return None
-    return _mailbox
-
-
-def _mailbox(words: int) -> Mailbox:
-    """This rank's mailbox in the tensor-parallel group. Raises ValueError where the group spans hosts: alike on every rank."""
-    group = get_tp_group()
-    if not all(in_the_same_node_as(group.cpu_group)):
-        raise ValueError("exchange is 'mailbox': expected all ranks on one host, found several; set it to 'stock'")
-    return Mailbox(group.cpu_group, words, group.device)
 
 
 def _routed_experts(layer: nn.Module) -> nn.Module | None:

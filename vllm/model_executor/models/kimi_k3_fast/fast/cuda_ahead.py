@@ -138,8 +138,7 @@ def specs(
         if isinstance(a, Mla)
     }
     pages = dict.fromkeys(latent, -(-max_model_len // block))
-    post: Any = (lambda words: None) if mailbox and ranks > 1 else None  # nothing is sent: kernels are named, none is run
-    executor = Executor(model, lambda: Caches({}, {}, latent), pages, arch, ranks, post=post, device="meta")
+    executor = Executor(model, lambda: Caches({}, {}, latent), pages, arch, ranks, mailbox=mailbox and ranks > 1, device="meta")
     return executor.specs(sizes)
 
 

@@ -89,9 +89,9 @@ class StartUp:
 @dataclass
 class Executor:
     """Runs steps over `model` and the caches that `bound` finds. pages: width of each MLA layer's block table. ranks: of the
-    tensor-parallel group, of which this is `rank`; reduce: its all-reduce; post: makes (or finds) this rank's mailbox of so many
-    words, at the same point on every rank. No cache is held here: vLLM frees those of its memory profile while this executor
-    still stands.
+    tensor-parallel group, of which this is `rank`; reduce: its all-reduce; mailbox: ranks exchange through mailboxes instead, and
+    `box` is set before a step runs. No cache is held here: vLLM frees those of its memory profile while this executor still
+    stands.
 
     Raises ValueError in `prepare` where an operator has no kernel for a shape.
     """
@@ -102,7 +102,7 @@ class Executor:
     arch: str
     ranks: int = 1
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    post: Callable[[int], Box] | None = None
+    mailbox: bool = False
     device: torch.device | str = "cuda"
     rank: int = 0
     cost: StartUp = field(default_factory=StartUp)
@@ -121,8 +121,7 @@ class Executor:
         moe = [layer.mlp for layer in m.layers if isinstance(layer.mlp, Moe)]
         self.moe: cuda_moe.LatentMoe | None = None
         if moe:
-            mailbox = self.ranks > 1 and self.post is not None
-            self.moe = cuda_moe.LatentMoe(moe, m, ROWS, self.ranks, self.rank, mailbox, self.reduce, self._zeros)
+            self.moe = cuda_moe.LatentMoe(moe, m, ROWS, self.ranks, self.rank, self.mailbox, self.reduce, self._zeros)
         self.cost.bytes += m.prepared.bytes
 
     def _zeros(self, dtype: str, *shape: int) -> torch.Tensor:
@@ -154,13 +153,15 @@ class Executor:
         self.cost.compile_seconds += time.monotonic() - before
         for tokens in wanted:
             self.ready[tokens] = self._plans(tokens, load=True)[0]
-        if self.post is not None:
-            sending = [plan for ready in self.ready.values() for plan in ready.exchanging]
-            self.box = self.post(max(getattr(plan, "words", 0) for plan in sending))
         for spec in specs:
             build.get(spec, self.arch)
             self.cost.kernels += 1
         self.cost.prepare_seconds += time.monotonic() - started
+
+    @property
+    def words(self) -> int:
+        """Words of a mailbox that serves every prepared size."""
+        return max((getattr(plan, "words", 0) for ready in self.ready.values() for plan in ready.exchanging), default=0)
 
     def specs(self, sizes: Iterable[int]) -> list[build.KernelSpec]:
         """The kernels of these padded batch sizes, once; compiles nothing."""
@@ -245,7 +246,7 @@ class Executor:
 
     def _update(self, layer: Layer) -> str:
         """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
-        if self.ranks > 1 and self.post is None:
+        if self.ranks > 1 and not self.mailbox:
             return "out"
         return "write" if layer.write >= 0 else "add"
 

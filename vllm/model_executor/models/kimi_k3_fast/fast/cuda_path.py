@@ -3,8 +3,8 @@
 A replayed CUDA graph runs no Python, so everything is decided before: at load (do stock's weights lie as the kernels read
 them?), at each binding of the caches (generation), and once for each captured graph. The runner's own warm-up comes right
 before a capture with the same batch; the first one of a binding compiles and loads the kernels of all sizes, each runs its size
-once. Verdicts that could differ between ranks (a weight, a cache, a compiler) are agreed before they are acted upon: one rank's
-refusal is everyone's, else some would wait for others in a collective.
+once. Verdicts that could differ between ranks (a weight, a cache, a compiler, memory) are agreed before they are acted upon: one
+rank's refusal is everyone's, else some would wait for others in a collective.
 
 Steps that run no FULL graph are recorded here, right before they run on stock's path: eager and PIECEWISE steps, with prompts,
 too large, or turned away from their graph because its plan was retired.
@@ -24,6 +24,7 @@ from ..guard import GraphKey, Guard, Mutation, Path
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
+from .cuda_exchange import Post
 from .cuda_executor import Caches, Executor, StepTensors
 from .cuda_views import Kda, KeptExperts, LayoutError, Model, view_model
 from .plan import Limits, Plan, StepKey, plan
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "cute"
 HEALTH_EVERY = 16  # steps between two looks at the mailbox' health; each waits for a copy of four bytes
-RECYCLE_STEPS = 1 << 20  # of at most 128 layers: under 2^27 epochs of 2^32
+RECYCLE_STEPS = 1 << 20  # of at most 128 layers with four exchanges: under 2^29 epochs of 2^32
 DISPATCH = Mutation(
     "CudaGraphManager.dispatch",
     "vLLM's",
@@ -50,8 +51,8 @@ class FastPathRequired(RuntimeError):
 class CudaPath:
     """One rank's fast path. kept: the routed experts of each MoE layer, taken at load; expert_bytes: of them in stock's memory,
     and in copies. sizes: the padded decode batches that the runner captures. ranks: of the tensor-parallel group, of which this
-    is `rank`; reduce: its all-reduce; all_gather: over its host side (None: one rank); mailbox: makes this rank's of so many
-    words, at the same point on every rank (None: `reduce` sums all).
+    is `rank`; reduce: its all-reduce; all_gather: over its host side (None: one rank); post: makes this rank's mailbox, see
+    `cuda_exchange` (None: `reduce` sums all).
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class CudaPath:
         ranks: int = 1,
         reduce: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         all_gather: AllGather | None = None,
-        mailbox: Callable[[int], Box] | None = None,
+        post: Post | None = None,
         device: torch.device | str = "cuda",
         rank: int = 0,
     ) -> None:
@@ -77,8 +78,8 @@ class CudaPath:
         self.model: Model | None = None
         self.executor: Executor | None = None
         self.staged: StepKey | None = None
-        self._gather, self._mailbox = all_gather, mailbox
-        if mailbox is not None:
+        self._gather, self._post = all_gather, post
+        if post is not None:
             self.guard.posted = self._after_a_post
         self._box: Box | None = None
         self._bound: Callable[[], Caches] | None = None
@@ -98,8 +99,8 @@ class CudaPath:
                 copied / 2**30,
             )
         self.guard.configure(settings)
-        exchange = "none" if ranks == 1 else "stock" if mailbox is None else "mailbox"
-        self._facts, self._mutations = deployment.facts() | {"backend": BACKEND, "exchange": exchange}, mutations
+        self._facts, self._mutations = deployment.facts() | {"backend": BACKEND}, mutations
+        self._say_exchange()
         self.guard.deployment(self.refusals, self._facts, mutations)
         if deployment.runner != "v2":
             self.guard.watching = False  # the V1 runner's graphs say nothing that a record could be closed by
@@ -110,17 +111,29 @@ class CudaPath:
             reasons = "\n".join(f"  - {r}. {r.reason.action}" for r in self.refusals)
             raise FastPathRequired(f"mode is 'require' and this deployment cannot take the fast path:\n{reasons}")
 
-    def _agree(self, refusal: Refusal | None) -> None:
-        """Take over a rank-local verdict: this rank's refusal, or the word that another rank has one. A collective."""
-        if self._gather is not None:
-            bad = [rank for rank, (found,) in enumerate(self._gather([int(refusal is not None)])) if found]
-            if bad and refusal is None:
-                refusal = Refusal(Reason.CACHES_LAYOUT, f"rank {bad[0]} refused; its own report says why")
-        if refusal is not None:
-            self.refusals = (*self.refusals, refusal)
-            self.executor = None
-            self.guard.deployment(self.refusals, self._facts, self._mutations)
-            self._keep_promise()
+    def _say_exchange(self) -> None:
+        """Into the deployment's facts: how ranks sum on the fast path."""
+        none = self.ranks == 1 or bool(self.refusals)
+        self._facts["exchange"] = "none" if none else "stock" if self._post is None else "mailbox"
+
+    def _failed(self, here: bool) -> list[int]:
+        """The ranks that say so. A collective."""
+        everyone = [[int(here)]] if self._gather is None else self._gather([int(here)])
+        return [rank for rank, (there,) in enumerate(everyone) if there]
+
+    def _agree(self, reason: Reason, refusal: Refusal | None) -> None:
+        """Take over a rank-local verdict: this rank's refusal, or for `reason` the word that another has one. A collective."""
+        bad = self._failed(refusal is not None)
+        if bad:
+            self._refuse(refusal or Refusal(reason, f"rank {bad[0]} refused; its own report says why"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """On every rank: no fast step follows, and nobody answers in a mailbox."""
+        self.refusals = (*self.refusals, refusal)
+        self.executor = self._box = None
+        self._say_exchange()
+        self.guard.deployment(self.refusals, self._facts, self._mutations)
+        self._keep_promise()
 
     # -- load and binding ----------------------------------------
 
@@ -133,7 +146,7 @@ class CudaPath:
             self.model = view_model(stock, self.kept)
         except (LayoutError, AttributeError) as error:
             refusal = Refusal(Reason.WEIGHTS_LAYOUT, str(error))
-        self._agree(refusal)
+        self._agree(Reason.WEIGHTS_LAYOUT, refusal)
 
     def bound(self, caches: Callable[[], Caches]) -> None:
         """vLLM bound caches: a new generation begins. Kernels are made at the first warm-up behind it. caches: finds them where
@@ -142,21 +155,32 @@ class CudaPath:
         self._bound, self.executor, self.staged = caches, None, None
 
     def _prepare(self, step: StepTensors) -> None:
-        """Kernels and buffers of every size, once for each binding: in the first warm-up, which knows the block tables' width."""
+        """Kernels, buffers and mailbox of every size, once for each binding: in the first warm-up, which knows the block tables'
+        width. What one rank can fail at alone comes first, and no rank meets the others before all have said that they can."""
         assert self.model is not None and self._bound is not None
-        refusal, executor = None, None
+        refusal, executor, join = None, None, None
         try:
             check_caches(self._bound())
             pages = {name: table.shape[1] for name, table in step.tables.items()}
-            post = self._post if self._mailbox is not None else None
-            executor = Executor(self.model, self._bound, pages, self.arch, self.ranks, self.reduce, post, self.device, self.rank)
+            mailbox = self._post is not None
+            executor = Executor(
+                self.model, self._bound, pages, self.arch, self.ranks, self.reduce, mailbox, self.device, self.rank
+            )
             executor.prepare(self.sizes, lambda text: logger.info("Kimi K3 fast path: %s", text))
-        except (ValueError, RuntimeError, TypeError, OSError) as error:
+            join = self._room(executor)
+        except ValueError as error:
+            refusal = Refusal(Reason.CACHES_LAYOUT, str(error))
+        except (RuntimeError, TypeError, OSError) as error:
             logger.exception("Kimi K3 fast path: not prepared")
-            refusal = Refusal(Reason.CACHES_LAYOUT, f"{type(error).__name__}: {error}")
+            refusal = Refusal(Reason.NOT_PREPARED, f"{type(error).__name__}: {error}")
         self.executor = executor
-        self._agree(refusal)
+        self._agree(Reason.NOT_PREPARED, refusal)
         if self.executor is None or executor is None:
+            return
+        if join is not None and not self._connect(executor, join):
+            self._prepare(step)
+            return
+        if self.executor is None:
             return
         self.guard.peak("startup_compile_seconds", executor.cost.compile_seconds)
         self.guard.peak("startup_prepare_seconds", executor.cost.prepare_seconds)
@@ -169,12 +193,35 @@ class CudaPath:
             as_dict(self.settings),
         )
 
-    def _post(self, words: int) -> Box:
-        """One mailbox serves all bindings, while it is large enough."""
-        if self._box is None or self._box.layout.words < words:
-            assert self._mailbox is not None
-            self._box = self._mailbox(words)
-        return self._box
+    def _room(self, executor: Executor) -> Callable[[], Box] | None:
+        """What makes the mailbox for all ranks at once; one serves all bindings, while it is large enough."""
+        if self._post is None:
+            return None
+        box, words = self._box, executor.words
+        return self._post(words) if box is None or box.layout.words < words else lambda: box
+
+    def _connect(self, executor: Executor, join: Callable[[], Box]) -> bool:
+        """Give the executor its mailbox. False where the ranks' memory cannot be joined and stock's all-reduce is to serve
+        instead, as with `auto`; else the fast path is refused. A collective."""
+        error = None
+        try:
+            executor.box = self._box = join()
+            executor.cost.bytes += self._box.layout.bytes
+        except (ValueError, RuntimeError, OSError) as caught:
+            logger.exception("Kimi K3 fast path: no mailbox")
+            error = caught
+        bad = self._failed(error is not None)
+        if not bad:
+            return True
+        detail = f"no mailbox: {error or f'rank {bad[0]} has none'}"
+        if self.settings.exchange != "auto":
+            self._refuse(Refusal(Reason.NOT_PREPARED, detail))
+            return True
+        logger.warning("Kimi K3 fast path: ranks sum by stock's all-reduce: %s", detail)
+        self._post = self._box = None
+        self._say_exchange()
+        self.guard.deployment(self.refusals, self._facts, self._mutations)
+        return False
 
     # -- a graph's life ----------------------------------------
 
@@ -214,8 +261,8 @@ class CudaPath:
                 torch.cuda.synchronize()
         except (ValueError, RuntimeError, TypeError) as error:
             logger.exception("Kimi K3 fast path: the warm-up of %d rows failed", staged.padded)
-            refusal = Refusal(Reason.CACHES_LAYOUT, f"warm-up of {staged.padded} rows: {type(error).__name__}: {error}")
-        self._agree(refusal)
+            refusal = Refusal(Reason.NOT_PREPARED, f"warm-up of {staged.padded} rows: {type(error).__name__}: {error}")
+        self._agree(Reason.NOT_PREPARED, refusal)
         return hidden if self.executor is not None else None
 
     def _decide(self, key: StepKey, step: Callable[[], StepTensors | Refusal], capturing: bool) -> Plan | tuple[Refusal, ...]:
