@@ -13,7 +13,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateDtypeCalculator,
@@ -25,12 +25,11 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from .backend import NULL_BLOCK, KDABackend, KDAMetadata
 from .config import KDA_OUTPUT_NORM_EPS, K3Config
-from .layers import KEEP_WEIGHTS, Slot, Slots, parameter, rms_norm, sharded, slot
+from .layers import KEEP_WEIGHTS, Slot, Slots, packed_projection, parameter, rms_norm, sharded, slot
 
 L2_EPS = 1e-6
 SOFTPLUS_THRESHOLD = 20.0
 CHUNK = 32
-ROW_ALIGNMENT = 16
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -160,15 +159,8 @@ class KimiDeltaAttention(nn.Module, MambaBase):
         local = self.heads * self.head_dim
         self.local_width = local
         gate = local if config.full_rank_gate else rank
-        self.row_sizes = [local, local, local, gate, rank, self.heads]
-        self.row_sizes.append(-sum(self.row_sizes) % ROW_ALIGNMENT)
-        self.in_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            [n * tp for n in self.row_sizes],
-            bias=False,
-            quant_config=KEEP_WEIGHTS,
-            prefix=f"{prefix}.in_proj",
-        )
+        sizes = (local, local, local, gate, rank, self.heads)
+        self.in_proj, self.row_sizes = packed_projection(config, f"{prefix}.in_proj", *sizes)
         self.f_b_proj = ColumnParallelLinear(rank, width, bias=False, quant_config=KEEP_WEIGHTS, prefix=f"{prefix}.f_b_proj")
         self.g_b_proj: ColumnParallelLinear | None = None
         if not config.full_rank_gate:

@@ -23,6 +23,7 @@ from .activation import gated
 from .config import MXFP4_FORMAT, K3Config
 
 QUANTIZATION_NAME = "kimi_k3_experts"
+ROW_ALIGNMENT = 16  # of a packed projection
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,13 @@ KEEP_WEIGHTS = K3QuantConfig()
 def register_quantization() -> None:
     """Let vLLM accept the released quantisation on a CPU. Only for platforms on which this model, not stock's, is served."""
     register_quantization_config(QUANTIZATION_NAME)(K3QuantConfig)
+
+
+def packed_projection(config: K3Config, prefix: str, *sizes: int) -> tuple[MergedColumnParallelLinear, list[int]]:
+    """One projection of a hidden state to parts of these sizes on this rank, and the sizes with that of the padding behind."""
+    rows = [*sizes, -sum(sizes) % ROW_ALIGNMENT]
+    whole = [size * get_tensor_model_parallel_world_size() for size in rows]
+    return MergedColumnParallelLinear(config.hidden_size, whole, bias=False, quant_config=KEEP_WEIGHTS, prefix=prefix), rows
 
 
 class MLP(nn.Module):

@@ -13,17 +13,16 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from .backend import NULL_BLOCK, MLABackend, MLAMetadata
 from .config import K3Config
-from .layers import KEEP_WEIGHTS, Slots, parameter, rms_norm, sharded, slot
+from .layers import KEEP_WEIGHTS, Slots, packed_projection, parameter, rms_norm, sharded, slot
 
 QUERY_TILE = 256
-ROW_ALIGNMENT = 16
 CACHE_DTYPES = ("auto", "bfloat16")
 
 
@@ -90,15 +89,8 @@ class KimiLatentAttention(nn.Module, AttentionLayerBase):
         self.scale = self.query_dim**-0.5
         query = self.heads * self.query_dim if config.q_lora_rank is None else config.q_lora_rank
         gate = self.heads * config.v_head_dim if config.mla_output_gate else 0
-        self.row_sizes = [query, config.kv_lora_rank, config.rope_dim, gate]
-        self.row_sizes.append(-sum(self.row_sizes) % ROW_ALIGNMENT)
-        self.in_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            [n * tp for n in self.row_sizes],
-            bias=False,
-            quant_config=KEEP_WEIGHTS,
-            prefix=f"{prefix}.in_proj",
-        )
+        sizes = (query, config.kv_lora_rank, config.rope_dim, gate)
+        self.in_proj, self.row_sizes = packed_projection(config, f"{prefix}.in_proj", *sizes)
         self.q_a_norm_weight: nn.Parameter | None = None
         self.q_b_proj: ColumnParallelLinear | None = None
         if config.q_lora_rank is not None:
