@@ -9,12 +9,9 @@ and rank 0 reports.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.ops import matmuls
-from benchmarks.ops.ahead import compile_all
-from benchmarks.timing import Case, copies_for, main
+from benchmarks.ops import matmuls, ranks
+from benchmarks.timing import Case, copies_for
 from vllm.model_executor.models.kimi_k3_fast.comm import Mailbox
 from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops import oproj as op
@@ -104,19 +100,6 @@ def cases(world: int, rank: int, slices: list[str], batches: list[int], quick: b
         box.health().check()
 
 
-def one_rank(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
-    import torch.distributed as dist
-
-    torch.cuda.set_device(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    with contextlib.ExitStack() as stack:
-        if rank:  # rank 0 reports
-            options.json = None
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        main("oproj", cases(world, rank, ["tp8"], matmuls.batches(options), options.quick), options)
-    dist.barrier()
-
-
 if __name__ == "__main__":
     parser = matmuls.options("oproj", COLUMNS)
     parser.add_argument("--ranks", type=int, default=1, help="processes, one for each GPU, that sum over mailboxes")
@@ -128,7 +111,4 @@ if __name__ == "__main__":
         matmuls.run("oproj", options, every, op.spec, measured, ("rows", "columns"))
         sys.exit()
     specs = [spec for config in every if (spec := op.spec(config))]
-    compile_all(specs, options.compile or build.device_arch())  # ranks shall not all compile the same
-    if not options.compile:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(one_rank, (options.ranks, folder, options), nprocs=options.ranks)
+    ranks.run("oproj", specs, partial(cases, slices=slices, batches=batches, quick=options.quick), options)

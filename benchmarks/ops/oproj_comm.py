@@ -8,11 +8,8 @@ The data is warm: it was just written by the product before. `oproj.py --ranks` 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.ops.ahead import compile_all
+from benchmarks.ops import ranks
 from benchmarks.ops.oproj import BATCHES, ROWS, custom_all_reduce
-from benchmarks.timing import Case, arguments, main
+from benchmarks.timing import Case, arguments
 from vllm.model_executor.models.kimi_k3_fast.comm import Mailbox
 from vllm.model_executor.models.kimi_k3_fast.ops import all_reduce as op
 from vllm.model_executor.models.kimi_k3_fast.ops import build
@@ -74,27 +71,11 @@ def cases(world: int, rank: int) -> Iterator[Case]:
         box.health().check()
 
 
-def one_rank(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
-    import torch.distributed as dist
-
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    torch.cuda.set_device(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    with contextlib.ExitStack() as stack:
-        if rank:  # rank 0 reports
-            options.json = None
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        main("oproj_comm", cases(world, rank), options)
-    dist.barrier()
-
-
 if __name__ == "__main__":
     parser = arguments("oproj_comm")
     parser.add_argument("--ranks", type=int, default=2, help="processes, one for each GPU")
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     options = parser.parse_args()
     every = [op.spec(c) for t in BATCHES for c in configs(t, options.ranks)]
-    compile_all(every, options.compile or build.device_arch())  # ranks shall not all compile the same
-    if not options.compile:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(one_rank, (options.ranks, folder, options), nprocs=options.ranks)
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    ranks.run("oproj_comm", every, cases, options)
