@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -138,21 +139,31 @@ def bytes_of_step(model: Any, batch: int) -> int:
     return total + 2 * batch * state
 
 
+def machine(*packages: str) -> dict[str, Any]:
+    """Processor, cores that this process may use, and the versions of Python and of these packages. Standard library only."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {
+        "processor": next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
+
+
 def provenance() -> dict[str, Any]:
     import torch
     from vllm import __version__
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    here = machine()
     commit = (
         subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
         or None
     )
     return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": here["processor"],
+        "cores": here["cores"],
         "load_average_at_start": os.getloadavg(),
-        "python": platform.python_version(),
+        "python": here["python"],
         "torch": torch.__version__,
         "vllm": __version__,
         "commit": commit,

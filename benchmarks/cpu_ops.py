@@ -60,17 +60,14 @@ def linear(name: str, tokens: int, rows: int, columns: int) -> Case:
     return rotated(name, 2 * (rows * columns + tokens * (rows + columns)), make)
 
 
+def kda_weights() -> KdaWeights:
+    conv, f_b = torch.randn(3 * HEADS * DIM, 4), torch.randn(HEADS * DIM, DIM, dtype=BF16)
+    return KdaWeights(conv, f_b, torch.ones(HEADS, 1), torch.randn(HEADS, DIM), torch.ones(DIM), -5.0)
+
+
 def kda(tokens: int) -> Case:
-    width = HEADS * DIM
+    width, w = HEADS * DIM, kda_weights()
     packed, slots = torch.randn(tokens, 4 * width + DIM + HEADS, dtype=BF16), torch.arange(tokens) + 1
-    w = KdaWeights(
-        torch.randn(3 * width, 4),
-        torch.randn(width, DIM, dtype=BF16),
-        torch.ones(HEADS, 1),
-        torch.randn(HEADS, DIM),
-        torch.ones(DIM),
-        -5.0,
-    )
     state = tokens * width * DIM * 4
     moved = 2 * state + 2 * tokens * 9 * width * 2 + size(packed, w.f_b, w.conv)
 
@@ -83,16 +80,8 @@ def kda(tokens: int) -> Case:
 
 def kda_prompt(tokens: int) -> Case:
     """A prompt of one request, from a zero state, against the chunks of the standard path."""
-    width = HEADS * DIM
+    width, w = HEADS * DIM, kda_weights()
     packed, slots = torch.randn(tokens, 4 * width + DIM + HEADS, dtype=BF16), torch.ones(1, dtype=torch.long)
-    w = KdaWeights(
-        torch.randn(3 * width, 4),
-        torch.randn(width, DIM, dtype=BF16),
-        torch.ones(HEADS, 1),
-        torch.randn(HEADS, DIM),
-        torch.ones(DIM),
-        -5.0,
-    )
     conv_state, state = torch.zeros(2, 3, 3 * width, dtype=BF16), torch.zeros(2, HEADS, DIM, DIM)
     starts, resumed = torch.tensor([0, tokens]), torch.zeros(1, dtype=torch.bool)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from cpu_decode import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY = 0.5  # seconds between two looks at the memory
@@ -78,7 +79,6 @@ def main() -> None:
     load.append(os.getloadavg()[0])
     demo, peak, text = timed(["make", "demo"], options.folder)
     load.append(os.getloadavg()[0])
-    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     found = {
         "seconds": {
             "install": round(install, 1),
@@ -90,10 +90,8 @@ def main() -> None:
         "answers_right": text.count("(right)"),
         "answers_wrong": text.count("(wrong)"),
         "machine": {
-            "processor": cpu[1] if cpu else platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
+            **machine(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-            "python": platform.python_version(),
         },
         "load_average_before_between_after": [round(value, 2) for value in load],
         "commit": subprocess.run(

