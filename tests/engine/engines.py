@@ -162,3 +162,20 @@ def decide_alone(worker: Any, rank: int) -> None:
 def differed(worker: Any) -> int:
     """The step in which `decide_alone` took effect; -1 in ranks where it did not."""
     return getattr(worker.model_runner.model.fast, "k3_differed", -1)
+
+
+def check_one_decides_alone(engine: Engine) -> None:
+    """Two ranks, with `agree_every` 8, have agreed so far; then rank 1 once decides alone, and both find it, with the step."""
+    ranks = engine.reports()
+    assert [report["rank"] for report in ranks] == ["rank0", "rank1"]
+    assert ranks[0]["decisions"] == ranks[1]["decisions"]
+    for report in ranks:
+        assert report["counters"]["agreement_checks"] >= report["decisions"]["step"] // 8 > 0
+        assert report["violations"]["by_reason"] == {}
+    engine.call(decide_alone, 1)
+    engine.run([tokens(5, 70)])
+    step = max(engine.call(differed))
+    for report in engine.reports():
+        assert report["violations"]["by_reason"] == {"ranks_disagree": 1}
+        where = report["violations"]["last"][0]["where"]
+        assert (where["first_step"], where["exact"], where["ranks"]) == (step, True, [1])
