@@ -26,7 +26,7 @@ ARROWS: dict[str, tuple[frozenset[str], object]] = {
     "comm": (frozenset({"reasons"}), "no"),
     "fast": (
         frozenset({"reasons", "settings", "scope", "ops", "comm", "guard", "model"}),
-        {"metadata.py", "views.py", "served.py", "cuda.py", "standard.py", "standard_views.py", "replay.py"},
+        {"metadata.py", "views.py", "served.py", "cuda.py", "cuda_exchange.py", "standard.py", "standard_views.py", "replay.py"},
     ),
     "guard": (frozenset({"reasons"}), {"api.py"}),
     "patches": (frozenset({"reasons", "guard"}), "no"),

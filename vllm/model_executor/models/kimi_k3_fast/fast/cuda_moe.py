@@ -60,8 +60,8 @@ class Weights:
 
 
 class LatentMoe:
-    """Launches the MoE layers. zeros: makes a buffer of a dtype and shape. rows: the largest batch. mailbox: ranks exchange
-    through mailboxes; reduce: stock's all-reduce for where they do not. Raises ValueError where the layers' shapes differ."""
+    """Launches the MoE layers of `model`. rows: the largest batch. ranks exchange through mailboxes, or by `reduce`, stock's
+    all-reduce. zeros: makes a buffer of a dtype and shape. Raises ValueError where the layers' shapes differ."""
 
     def __init__(
         self,
@@ -78,22 +78,20 @@ class LatentMoe:
         if len(shapes) > 1:
             raise ValueError(f"expected MoE layers of one shape, found {len(shapes)}")
         self.model, self.ranks, self.mailbox, self.reduce, self.zeros = model, ranks, mailbox, reduce, zeros
-        self.first = first = layers[0]
-        self.chosen, self.latent = first.router.shape[0], first.down.shape[0]
-        self.shared = first.gate_up.shape[0] // 2
-        divided = mailbox and self.chosen % ranks == 0 and self.latent % (UNIT * ranks) == 0
-        self.parts = ranks if divided else 1
+        self.like = like = layers[0]  # all others have its sizes
+        self.experts, self.latent, self.shared = like.router.shape[0], like.down.shape[0], like.gate_up.shape[0] // 2
+        divides = self.experts % ranks == 0 and self.latent % (UNIT * ranks) == 0
+        self.parts = ranks if mailbox and divides else 1  # of the matrices that every rank holds whole
         self.weights = {id(w): self._own(w, rank) for w in layers}
-        pairs, width = rows * first.top_k, first.experts.width
-        self.logits, self.z_own = zeros("f32", rows, self.chosen // self.parts), zeros("bf16", rows, self.latent // self.parts)
-        self.z = zeros("bf16", rows, self.latent) if divided else self.z_own
-        self.routed, self.hidden = zeros("bf16", rows, self.latent), zeros("bf16", rows, self.shared)
-        self.own_latent = zeros("bf16", rows, self.latent // ranks) if divided else self.routed
-        self.inner = zeros("bf16", pairs, width)
+        self.logits, self.z_own = zeros("f32", rows, self.experts // self.parts), zeros("bf16", rows, self.latent // self.parts)
+        self.z, self.routed, self.normed = (
+            zeros("bf16", rows, columns) for columns in (self.latent, self.latent, self.latent // self.parts)
+        )
+        self.hidden, self.inner = zeros("bf16", rows, self.shared), zeros("bf16", rows * like.top_k, like.experts.width)
         self.ids = {id(w): zeros("i32", rows, w.top_k) for w in layers}  # what a step chose is read when it is over
-        self.shares = zeros("f32", rows, first.top_k)
-        listed = (zeros("i32", self.chosen + 1), zeros("i32", pairs), zeros("i32", self.chosen), zeros("i32", 1), zeros("i32", 1))
-        self.offsets, self.pairs, self.active, self.num_active, self.arrived = listed
+        self.shares = zeros("f32", rows, like.top_k)
+        sizes = (self.experts + 1, rows * like.top_k, self.experts, 1, 1)
+        self.groups = moe_front.Groups(*(zeros("i32", size) for size in sizes))
 
     @property
     def divided(self) -> bool:
@@ -102,9 +100,8 @@ class LatentMoe:
 
     def _own(self, w: Moe, rank: int) -> Weights:
         if self.divided:
-            return Weights(
-                w.router.chunk(self.ranks)[rank], w.down.chunk(self.ranks)[rank], w.up.chunk(self.ranks, 1)[rank], w.norm
-            )
+            router, down, up = (x.chunk(self.ranks, dim)[rank] for x, dim in ((w.router, 0), (w.down, 0), (w.up, 1)))
+            return Weights(router, down, up, w.norm)
         scaled = w.norm if self.ranks == 1 else self.model.prepared(lambda: w.norm / self.ranks)
         return Weights(w.router, w.down, w.up, scaled)
 
@@ -113,27 +110,29 @@ class LatentMoe:
     def plans(self, tokens: int, arch: str, load: bool) -> tuple[Plans, list[KernelSpec]]:
         """The plans of one batch size and the kernels that they need; `load=False` compiles nothing. Raises ValueError where an
         operator refuses a shape."""
-        m, w, n = self.model, self.first, self.parts
-        beta, linear, held = m.situ_beta, m.situ_linear_beta, w.experts
-        rows = (self.chosen // n, self.latent // n, self.shared)
-        front = moe_front.plan(moe_front.Config(tokens, m.hidden, *rows, beta=beta, linear_beta=linear), arch)
-        config = experts.Config(tokens, self.latent, held.width, self.chosen, w.top_k, beta, linear, held.layout, held.pitch)
-        routed = experts.plan(config, arch, compiled=load)
-        choice = moe_front.TopkConfig(tokens, self.chosen, w.top_k, w.renormalise, w.scaling, grouped=routed.tactic.grouped)
-        tail = moe_tail.Config(tokens, m.hidden, self.latent // n, self.shared, m.eps)
+        model, like, n, held = self.model, self.like, self.parts, self.like.experts
+        beta, linear = model.situ_beta, model.situ_linear_beta
+        rows = (self.experts // n, self.latent // n, self.shared)
+        front = moe_front.plan(moe_front.Config(tokens, model.hidden, *rows, beta=beta, linear_beta=linear), arch)
+        sizes = (tokens, self.latent, held.width, self.experts, like.top_k, beta, linear, held.layout, held.pitch)
+        routed = experts.plan(experts.Config(*sizes), arch, compiled=load)
+        grouped = routed.tactic.grouped
+        choice = moe_front.TopkConfig(tokens, self.experts, like.top_k, like.renormalise, like.scaling, grouped=grouped)
+        last = moe_tail.Config(tokens, model.hidden, self.latent // n, self.shared, model.eps)
         latent, delta = None, None
         if self.divided:
             choice = replace(choice, world=n, latent=self.latent)
-            tail = replace(tail, normed=True, pitch=self.latent, world=n)
-            latent = all_reduce.norm_plan(all_reduce.NormConfig(tokens, self.latent, n, m.eps), arch)
+            last = replace(last, normed=True, pitch=self.latent, world=n)
+            latent = all_reduce.norm_plan(all_reduce.NormConfig(tokens, self.latent, n, model.eps), arch)
         elif self.mailbox:
-            latent, delta = (all_reduce.plan(all_reduce.Config(tokens, c, self.ranks), arch) for c in (self.latent, m.hidden))
-        topk, last = moe_front.topk_plan(choice, arch), moe_tail.plan(tail, arch)
-        specs = [front.spec, *routed.specs, topk.spec, last.spec, *(plan.spec for plan in (latent, delta) if plan)]
-        wanted = last.scratch_shapes() if load else {}
+            columns = (self.latent, model.hidden)
+            latent, delta = (all_reduce.plan(all_reduce.Config(tokens, c, self.ranks), arch) for c in columns)
+        topk, tail = moe_front.topk_plan(choice, arch), moe_tail.plan(last, arch)
+        specs = [front.spec, *routed.specs, topk.spec, tail.spec, *(plan.spec for plan in (latent, delta) if plan)]
+        wanted = tail.scratch_shapes() if load else {}
         scratch = {name: self.zeros(dtype, *shape) for name, (shape, dtype) in wanted.items()}
-        found = [spec for spec in specs if spec is not None]
-        return Plans(tokens, front, topk, routed, last, latent, delta, scratch), found
+        plans = Plans(tokens, front, topk, routed, tail, latent, delta, scratch)
+        return plans, [spec for spec in specs if spec is not None]
 
     # -- a layer ----------------------------------------
 
@@ -143,27 +142,34 @@ class LatentMoe:
         """m [T, D] bf16 -> [T, D] bf16, summed over the ranks: `delta`, or where stock's all-reduce leaves it. num_tokens: [1]
         int32, the real rows."""
         t, own = plans.tokens, self.weights[id(w)]
-        logits, z_own, z, hidden, routed = (b[:t] for b in (self.logits, self.z_own, self.z, self.hidden, self.routed))
+        logits, z_own, hidden, routed = (b[:t] for b in (self.logits, self.z_own, self.hidden, self.routed))
         moe_front.run(plans.front, m, own.router, own.down, w.gate_up, logits, z_own, hidden)
-        pairs, ids, shares = self.pairs[: t * w.top_k], self.ids[id(w)][:t], self.shares[:t]
-        groups = None
-        if plans.topk.config.grouped:
-            groups = moe_front.Groups(self.offsets, pairs, self.active, self.num_active, self.arrived)
-        gather = None
+        z, routing = self._choose(plans, w, logits, z_own, num_tokens, box)
+        experts.run(plans.experts, w.experts, z, routing, experts.Scratch(self.inner[: t * w.top_k]), routed)
         if self.divided:
             assert box is not None
-            gather = moe_front.Gather(z_own, z, box)
-        moe_front.run_topk(plans.topk, logits, w.bias, num_tokens, ids, shares, groups, gather)
-        routing = experts.Routing(ids, shares, num_tokens, self.offsets, pairs, self.active, self.num_active)
-        experts.run(plans.experts, w.experts, z, routing, experts.Scratch(self.inner[: t * w.top_k]), routed)
-        if gather is not None:
-            latent = self.own_latent[:t]
-            all_reduce.run_norm(plans.latent, routed, own.norm, latent, gather.mailbox)
-            moe_tail.run(plans.tail, latent, hidden, None, own.up, w.shared_down, delta, mailbox=gather.mailbox)
+            normed = self.normed[:t]
+            all_reduce.run_norm(plans.latent, routed, own.norm, normed, box)
+            moe_tail.run(plans.tail, normed, hidden, None, own.up, w.shared_down, delta, mailbox=box)
             return delta
         latent = self._sum(plans.latent, routed, box)
         moe_tail.run(plans.tail, latent, hidden, own.norm, own.up, w.shared_down, delta, plans.scratch)
         return self._sum(plans.delta, delta, box)
+
+    def _choose(
+        self, plans: Plans, w: Moe, logits: torch.Tensor, z: torch.Tensor, num_tokens: torch.Tensor, box: Box | None
+    ) -> tuple[torch.Tensor, experts.Routing]:
+        """The whole z [T, L], and who is to multiply it."""
+        t, gather = plans.tokens, None
+        ids, shares = self.ids[id(w)][:t], self.shares[:t]
+        groups = replace(self.groups, pairs=self.groups.pairs[: t * w.top_k])
+        if self.divided:
+            assert box is not None
+            gather = moe_front.Gather(z, self.z[:t], box)
+            z = gather.z
+        listed = groups if plans.topk.config.grouped else None
+        moe_front.run_topk(plans.topk, logits, w.bias, num_tokens, ids, shares, listed, gather)
+        return z, experts.Routing(ids, shares, num_tokens, groups.offsets, groups.pairs, groups.active, groups.num_active)
 
     def _sum(self, plan: Any, partial: torch.Tensor, box: Box | None) -> torch.Tensor:
         """Over the ranks: in place through the mailbox, or by stock's all-reduce."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,10 +24,12 @@ from ..guard import GraphKey, Guard, Mutation, Path
 from ..reasons import Reason, Refusal
 from ..scope import Deployment, refusals
 from ..settings import Settings, as_dict
-from .cuda_exchange import Post
 from .cuda_executor import Caches, Executor, StepTensors
 from .cuda_views import Kda, KeptExperts, LayoutError, Model, view_model
 from .plan import Limits, Plan, StepKey, plan
+
+if TYPE_CHECKING:
+    from .cuda_exchange import Post
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Those have their weights on the way before the dependency wait and do in one launch what others do in several, which pays for few
 tokens. For 64 they read the activation from shared memory too often; there the library's product is faster, even with small
-kernels of ours around it for what one launch had done at once (SiTU, a norm).
+kernels of ours around it for what one launch had done at once (a norm).
 
 Its launches are ordinary ones: each starts when all before it on the stream is finished, and a kernel of ours behind it waits for
 it as for any other, so the order of memory holds. It can be captured, needs no artefact, and no memory but the scratch that a

@@ -15,9 +15,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ..comm import RANKS, SMS
 from .skinny import Shape, ceil_div
 
-SMS = 132  # blocks that surely run at once
 ONE_SHOT_TOKENS = 4  # above it the bytes of one-shot cost more than the second trip of two-shot
 CHUNK = 16  # neighbouring pairs that have one owner: what a warp holds
 
@@ -40,7 +40,7 @@ class Pairs(ABC):
     def exchange_problem(self) -> str | None:
         """Why these ranks cannot sum in one launch, or None."""
         blocks = self.shape.tactic.groups * self.shape.tactic.splits
-        if self.world not in (1, 2, 4, 8):
+        if self.world not in (1, *RANKS):
             return f"expected 1, 2, 4 or 8 ranks within one host, found {self.world}"
         if self.shots not in (None, 1, 2):
             return f"expected 1 or 2 shots, found {self.shots}"

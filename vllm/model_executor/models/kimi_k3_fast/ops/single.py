@@ -44,12 +44,11 @@ def make(
     arch: str,
     refusal: Refusal | None,
     spec: Callable[[Any], KernelSpec | None],
-    scratch: Shapes | None = None,
 ) -> Plan:
     """Raises ValueError where there is a refusal."""
     if refusal:
         raise ValueError(str(refusal))
-    return Plan(config, arch, spec(config), scratch or {})
+    return Plan(config, arch, spec(config))
 
 
 def find_scratch(plan: Plan, scratch: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:

@@ -21,21 +21,17 @@ from typing import Any
 
 import torch
 
-from ...comm import BOUND_NS, Box
+from ...comm import BOUND_NS, RANKS, SMS, Box
 from ...reasons import Reason, Refusal
 from .. import posted
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATIC, KernelSpec, Param
 from ..posted import Plan
 from ..single import compiled
+from ..skinny import ceil_div
 
-SMS = 132  # blocks that surely run at once, as they wait for their counterparts
 CHUNK = 32  # neighbouring words that have one owner: what a warp sends together
 MOST_ITEMS = 8  # words of one thread
 NORM_THREADS, NORM_ITEMS = 896, 4  # as above, with the norm: more of them would not fit in registers
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 class Dealt:
@@ -175,7 +171,7 @@ def _refusal(c: Dealt, arch: str, further: tuple[tuple[bool, str], ...]) -> Refu
         return Refusal(Reason.OP_ARCH, f"all_reduce: expected one of {', '.join(ARCHS)}, found {arch}")
     checks = (
         (c.tokens >= 1 and c.columns >= 1, f"tokens and columns, found {c.tokens} and {c.columns}"),
-        (c.world in (2, 4, 8), f"2, 4 or 8 ranks within one host, found {c.world}"),
+        (c.world in RANKS, f"2, 4 or 8 ranks within one host, found {c.world}"),
         (c.shots in (None, 1, 2), f"1 or 2 shots, found {c.shots}"),
         *further,
     )

@@ -10,16 +10,13 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from ..device.exchange import Exchange, Post
+from ..device.ptx import store_word
 from ..device.vectors import pack_bf16, unpack_bf16
 from ..order import Dynamic, Ordered, Output, Peers, dependency_wait, release_dependents
 
 
 def load_word(pointer: Any) -> Uint32:
     return inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
-
-
-def store_word(pointer: Any, word: Uint32, inside: Boolean) -> None:
-    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, word], predicate=inside)
 
 
 class Group:

@@ -34,6 +34,11 @@ def store_global(pointer: Any, words: Words, predicate: Boolean) -> None:
     inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words], predicate=predicate)
 
 
+def store_word(pointer: Any, word: Uint32, predicate: Boolean) -> None:
+    """4 bytes to global memory, where the predicate holds."""
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, word], predicate=predicate)
+
+
 def store_shared_f32(pointer: Any, value: Any, predicate: Boolean | None = None) -> None:
     """One fp32 value to this block's shared memory, where the predicate holds."""
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[pointer, value], predicate=predicate)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ...comm import BOUND_NS, Box
+from ...comm import BOUND_NS, RANKS, Box
 from ...reasons import Reason, Refusal
 from .. import measured, posted
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, KernelSpec, Param
@@ -186,7 +186,7 @@ def topk_unavailable_reason(config: TopkConfig, arch: str) -> Refusal | None:
         problem = f"at most 32 of at most 1024 experts, found {c.top_k} of {c.experts}"
     elif not 1 <= c.tokens <= 64:
         problem = f"1 to 64 tokens, found {c.tokens}"
-    elif c.world not in (1, 2, 4, 8):
+    elif c.world not in (1, *RANKS):
         problem = f"1, 2, 4 or 8 ranks within one host, found {c.world}"
     elif c.world > 1 and (c.experts % c.world or c.latent < 1 or c.latent % (2 * c.world)):
         problem = f"experts and pairs of columns of z in equal shares, found {c.experts} and {c.latent} for {c.world} ranks"

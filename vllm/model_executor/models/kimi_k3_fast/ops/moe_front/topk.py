@@ -14,7 +14,7 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from ..device.exchange import Exchange, Post
-from ..device.ptx import opaque, sigmoid, warp_max_u32, warp_min_u32
+from ..device.ptx import opaque, sigmoid, store_word, warp_max_u32, warp_min_u32
 from ..order import Dynamic, Ordered, Output, Static, dependency_wait, release_dependents
 
 COUNTERS = 8  # threads that share the count for one candidate
@@ -60,7 +60,7 @@ class Gathering:
         words += self.exchange.receive(senders, indices, others[0][2])
         for (peer, i, inside), word in zip(own + others, words, strict=True):
             at = self.z.iterator + ((self.row * self.config.world + peer) * self.z_share + i)
-            inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[at, word], predicate=inside)
+            store_word(at, word, inside)
 
     def _others(self, share: int) -> list[tuple[Any, Any, Any]]:
         return self._dealt(1, self.config.world - 1, share)

@@ -20,7 +20,7 @@ def _target(config: Any, prefix: Dynamic, ready: Ordered) -> Target:
 
 
 def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
-    """The matmul. `emit_with(token, block, group, first)` runs behind the dependency wait and returns what takes the outputs."""
+    """The matmul. `emit_with(token, group, first)` runs behind the dependency wait and returns what takes the outputs."""
     shape = config.shape
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
