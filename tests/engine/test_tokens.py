@@ -71,6 +71,32 @@ def test_prefix_cache_hits(engine: Engine) -> None:
 
 
 @both_paths
+def test_a_prefix_that_is_shared_as_soon_as_it_is_there(engine: Engine) -> None:
+    """A prompt in chunks, and another that goes on from the state at the end of its second block."""
+    shares_as_soon_as_there(engine, BLOCK)
+
+
+def test_a_state_that_is_larger_than_the_platforms_block(tmp_path: Path) -> None:
+    """A block wider than vLLM's platform takes on any CPU: the scheduler, in a process of its own, has to know of it, or ends a
+    prompt's chunks where no state is kept, and who shares the prefix goes on from a state of other tokens."""
+    config = {**CONFIGS["k3"], "linear_attn_config": {**CONFIGS["k3"]["linear_attn_config"], "num_heads": 12}}
+    engine = Engine.start(tmp_path / "wide", config)
+    try:
+        mutations = {m["name"]: m["after"] for m in engine.reports()[0]["deployment"]["mutations"]}
+        block = int(mutations["cache_config.block_size"])
+        assert block > BLOCK
+        shares_as_soon_as_there(engine, block)
+    finally:
+        engine.stop()
+
+
+def shares_as_soon_as_there(engine: Engine, block: int) -> None:
+    prefix, before = tokens(2 * block + 4, 80), engine.metric("vllm:prefix_cache_hits")
+    engine.run([prefix + tokens(79, 81), prefix + tokens(53, 82)])
+    assert engine.metric("vllm:prefix_cache_hits") - before == 2 * block
+
+
+@both_paths
 def test_preemption_and_resume(engine: Engine) -> None:
     """More long requests than the cache holds at once: some are preempted, recomputed, and must not notice."""
     before = engine.metric("vllm:num_preemptions")

@@ -42,7 +42,12 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
         config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = False
         config.scheduler_config.max_num_batched_tokens, config.cache_config.block_size = 9999, 16
 
+    @classmethod  # type: ignore[misc]
+    def widens(cls: type, config: Any, backend: type) -> None:
+        config.cache_config.block_size = max(config.cache_config.block_size, 128)
+
     monkeypatch.setattr(type(current_platform), "check_and_update_config", switches_off)
+    monkeypatch.setattr(type(current_platform), "_align_hybrid_block_size", widens)
     assert platform.restore_chunking()
     wrapped = type(current_platform).check_and_update_config
     assert platform.restore_chunking() and type(current_platform).check_and_update_config == wrapped
@@ -54,11 +59,11 @@ def test_this_model_keeps_its_options(check: Any, architecture: str) -> None:
     config, chosen = deployment(architecture), deployment(architecture, block_size=256)
     check(config)
     check(chosen)
-    assert options(config) == (True, True, 192, 16), "a block size nobody chose is the platform's affair"
+    assert options(config) == (True, True, 192, 128), "a block size nobody chose is the platform's affair, if it holds a state"
     assert options(chosen) == (True, True, 192, 256)
     changed = {name: (before, after) for name, before, after, _ in chosen.additional_config[platform.MUTATIONS]}
     assert changed["cache_config.enable_prefix_caching"] == ("False", "True"), "what is changed behind the user is reported"
-    assert len(changed) == 4 and len(config.additional_config[platform.MUTATIONS]) == 3
+    assert len(changed) == 4 and len(config.additional_config[platform.MUTATIONS]) == 4
 
 
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", None])

@@ -2,6 +2,11 @@
 
 The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to
 the model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
+
+What it leaves open is the block's size. A hybrid model's block has to hold a KDA slot, and vLLM widens it for that where the
+layers are: in the workers. The scheduler, in another process, ends the chunks of a prompt where it takes blocks to end, since a
+state is kept there for whoever shares the prefix. With 16 tokens, as the platform says on CPUs without AMX, it ended them
+elsewhere, and the next request went on from a state of other tokens. So every process widens the block alike, from the start.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ def restore_chunking(inspect: Callable[[Any], object] = lambda vllm_config: None
         original.__func__(cls, vllm_config)
         for (owner, name), value in kept.items():
             _put_back(vllm_config, owner, name, value)
+        _widen_block(cls, vllm_config)
 
     setattr(check_and_update_config.__func__, _MARK, True)  # type: ignore[attr-defined]
     platform.check_and_update_config = check_and_update_config
@@ -59,6 +65,18 @@ def _put_back(vllm_config: Any, owner: str, name: str, value: Any) -> None:
     if isinstance(vllm_config.additional_config, dict):
         why = "vLLM's CPU platform changes it for its own MLA kernels, which this model does not use"
         vllm_config.additional_config.setdefault(MUTATIONS, []).append([f"{owner}.{name}", str(taken), str(value), why])
+
+
+def _widen_block(platform: Any, vllm_config: Any) -> None:
+    """The block of the workers, by vLLM's own rule, in this process."""
+    from .backend import MLABackend
+
+    before = vllm_config.cache_config.block_size
+    platform._align_hybrid_block_size(vllm_config, MLABackend)
+    after = vllm_config.cache_config.block_size
+    if after != before and isinstance(vllm_config.additional_config, dict):
+        why = "a block has to hold a KDA slot; vLLM widens it in the workers alone, and the scheduler would cut prompts elsewhere"
+        vllm_config.additional_config.setdefault(MUTATIONS, []).append(["cache_config.block_size", str(before), str(after), why])
 
 
 def spare_generators(vllm_config: Any) -> None:
