@@ -73,7 +73,9 @@ def test_prefix_cache_hits(engine: Engine) -> None:
 @both_paths
 def test_a_prefix_that_is_shared_as_soon_as_it_is_there(engine: Engine) -> None:
     """A prompt in chunks, and another that goes on from the state at the end of its second block."""
-    shares_as_soon_as_there(engine, BLOCK)
+    prefix, before = tokens(2 * BLOCK + 4, 80), engine.metric("vllm:prefix_cache_hits")
+    engine.run([prefix + tokens(79, 81), prefix + tokens(53, 82)])
+    assert engine.metric("vllm:prefix_cache_hits") - before == 2 * BLOCK
 
 
 def test_a_state_that_is_larger_than_the_platforms_block(tmp_path: Path) -> None:
@@ -85,15 +87,12 @@ def test_a_state_that_is_larger_than_the_platforms_block(tmp_path: Path) -> None
         mutations = {m["name"]: m["after"] for m in engine.reports()[0]["deployment"]["mutations"]}
         block = int(mutations["cache_config.block_size"])
         assert block > BLOCK
-        shares_as_soon_as_there(engine, block)
+        prefix = tokens(2 * block + 4, 80)
+        engine.run([prefix + tokens(79, 81)])
+        (shared,) = engine.run([prefix + tokens(53, 82)])
+        assert shared.num_cached_tokens == 2 * block
     finally:
         engine.stop()
-
-
-def shares_as_soon_as_there(engine: Engine, block: int) -> None:
-    prefix, before = tokens(2 * block + 4, 80), engine.metric("vllm:prefix_cache_hits")
-    engine.run([prefix + tokens(79, 81), prefix + tokens(53, 82)])
-    assert engine.metric("vllm:prefix_cache_hits") - before == 2 * block
 
 
 @both_paths
