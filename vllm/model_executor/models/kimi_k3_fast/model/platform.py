@@ -3,10 +3,10 @@
 The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to
 the model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
 
-What it leaves open is the block's size. A hybrid model's block has to hold a KDA slot, and vLLM widens it for that where the
-layers are: in the workers. The scheduler, in another process, ends the chunks of a prompt where it takes blocks to end, since a
-state is kept there for whoever shares the prefix. With 16 tokens, as the platform says on CPUs without AMX, it ended them
-elsewhere, and the next request went on from a state of other tokens. So every process widens the block alike, from the start.
+And the block's size: a hybrid model's block has to hold a KDA slot. vLLM widens it for that in the workers and tells the scheduler,
+in another process, whose configuration then goes through the platform once more, which says 16 or 128 tokens again. The scheduler
+ends the chunks of a prompt where it takes blocks to end, since a state is kept there for whoever shares the prefix: so it ended them
+elsewhere, and the next request went on from a state of other tokens. Here the platform widens the block whenever it is asked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _widen_block(platform: Any, vllm_config: Any) -> None:
     platform._align_hybrid_block_size(vllm_config, MLABackend)
     after = vllm_config.cache_config.block_size
     if after != before and isinstance(vllm_config.additional_config, dict):
-        why = "a block has to hold a KDA slot; vLLM widens it in the workers alone, and the scheduler would cut prompts elsewhere"
+        why = "a block has to hold a KDA slot; else the scheduler ends the chunks of a prompt where no state is kept"
         vllm_config.additional_config.setdefault(MUTATIONS, []).append(["cache_config.block_size", str(before), str(after), why])
 
 
