@@ -3,10 +3,11 @@
 The platform switches chunked prefill and prefix caching off for MLA, forces a block of 16 tokens and raises the token budget to
 the model length, because its own MLA kernels need it. This model's MLA needs none of it: cache rows are gathered by index.
 
-And the block's size: a hybrid model's block has to hold a KDA slot. vLLM widens it for that in the workers and tells the scheduler,
-in another process, whose configuration then goes through the platform once more, which says 16 or 128 tokens again. The scheduler
-ends the chunks of a prompt where it takes blocks to end, since a state is kept there for whoever shares the prefix: so it ended them
-elsewhere, and the next request went on from a state of other tokens. Here the platform widens the block whenever it is asked.
+And the block's size: a hybrid model's block has to hold a KDA slot. vLLM widens it for that in the workers and tells the
+scheduler, in another process, whose configuration then goes through the platform once more, which says 16 or 128 tokens again.
+The scheduler ends the chunks of a prompt where it takes blocks to end, since a state is kept there for whoever shares the
+prefix: so it ended them elsewhere, and the next request went on from a state of other tokens. Here the platform widens the
+block whenever it is asked.
 """
 
 from __future__ import annotations
