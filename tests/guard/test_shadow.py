@@ -16,8 +16,7 @@ def step(dtype: torch.dtype, order: str, fault: float = 0.0, row: int | None = N
     for layer in range(LAYERS):
         weight = (torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5).to(dtype)
         if order == "halves":
-            half = WIDTH // 2
-            y = x[:, :half] @ weight[:half] + x[:, half:] @ weight[half:]
+            y = x[:, ::2] @ weight[::2] + x[:, 1::2] @ weight[1::2]  # some machines' kernels split in the middle anyway
         else:
             y = x @ weight
         if layer == 0 and fault:

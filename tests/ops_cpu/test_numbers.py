@@ -40,10 +40,12 @@ def test_linear(cpp, dtype, tokens, rows, columns):
 
 @dtypes
 def test_linear_of_cancelling_terms(cpp, dtype):
-    """Large terms that cancel and leave small ones: the order and the width of the sums show."""
+    """Large terms that cancel and leave small ones: the order and the width of the sums show. Held to PyTorch's error where the
+    terms that cancel are summed apart: whether its own kernel sums them side by side depends on the machine."""
     x, w = normal(5, 1024, dtype=dtype, scale=100.0), normal(64, 1024, dtype=dtype)
     x[:, 1::2], w[:, 1::2] = -x[:, ::2], w[:, ::2] * (1 + 2**-6)
-    check_error(cpp.linear(x, w), x.double() @ w.double().T, torch.nn.functional.linear(x, w))
+    apart = sum(x[:, i::2].float() @ w[:, i::2].float().T for i in (0, 1)).to(dtype)
+    check_error(cpp.linear(x, w), x.double() @ w.double().T, apart)
 
 
 def test_linear_keeps_denormals_or_drops_them_whole(cpp):
