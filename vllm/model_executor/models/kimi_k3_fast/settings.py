@@ -56,7 +56,7 @@ class Settings:
     summary_seconds: interval of the log line; 0 is never.
     allow_unvalidated: take kernels on an architecture where they were compiled and order-checked but never run.
     exchange: how ranks sum on GPUs: `stock`, vLLM's all-reduce; `mailbox`, over NVLink memory inside our launches (2, 4 or 8
-        ranks of one host); `auto`, mailboxes where vLLM's own custom all-reduce has found all ranks linked.
+        ranks of one host); `auto`, mailboxes where NVLink joins such ranks, else stock's (`fast/cuda_exchange.py`).
     cpu_kernels: operators of the fast path on CPUs: `auto` takes C++ on the machine's best instruction set, or PyTorch where
         there is no library; `torch` is PyTorch; an instruction set's name forces that one.
     """

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from ..comm import Box
-from ..ops import attn_res, build, kda, mla, oproj, projection
+from ..ops import attn_res, build, kda, mla, oproj, posted, projection
 from . import cuda_moe
 from .compile_kernels import compile_missing
 from .cuda_views import Dense, Kda, Layer, Mix, Mla, Model, Moe
 
 ROWS = 64  # of the residual's buffers: the largest batch of any kernel
-TORCH = {name: dtype for name, (_, dtype) in build.DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Executor:
         self.cost.bytes += m.prepared.bytes
 
     def _zeros(self, dtype: str, *shape: int) -> torch.Tensor:
-        made = torch.zeros(*shape, dtype=TORCH[dtype], device=self.device)
+        made = torch.zeros(*shape, dtype=build.DTYPES[dtype][1], device=self.device)
         self.cost.bytes += made.numel() * made.element_size()
         return made
 
@@ -161,7 +160,8 @@ class Executor:
     @property
     def words(self) -> int:
         """Words of a mailbox that serves every prepared size."""
-        return max((getattr(plan, "words", 0) for ready in self.ready.values() for plan in ready.exchanging), default=0)
+        plans = (plan for ready in self.ready.values() for plan in ready.exchanging)
+        return max((plan.words for plan in plans if isinstance(plan, posted.Posting)), default=0)
 
     def specs(self, sizes: Iterable[int]) -> list[build.KernelSpec]:
         """The kernels of these padded batch sizes, once; compiles nothing."""

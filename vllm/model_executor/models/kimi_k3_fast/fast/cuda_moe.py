@@ -84,9 +84,10 @@ class LatentMoe:
         self.parts = ranks if mailbox and divides else 1  # of the matrices that every rank holds whole
         self.weights = {id(w): self._own(w, rank) for w in layers}
         self.logits, self.z_own = zeros("f32", rows, self.experts // self.parts), zeros("bf16", rows, self.latent // self.parts)
-        self.z, self.routed, self.normed = (
-            zeros("bf16", rows, columns) for columns in (self.latent, self.latent, self.latent // self.parts)
-        )
+        self.routed = zeros("bf16", rows, self.latent)
+        self.z, self.normed = self.z_own, self.routed  # a rank that holds all of them gathers none
+        if self.divided:
+            self.z, self.normed = zeros("bf16", rows, self.latent), zeros("bf16", rows, self.latent // self.parts)
         self.hidden, self.inner = zeros("bf16", rows, self.shared), zeros("bf16", rows * like.top_k, like.experts.width)
         self.ids = {id(w): zeros("i32", rows, w.top_k) for w in layers}  # what a step chose is read when it is over
         self.shares = zeros("f32", rows, like.top_k)

@@ -179,10 +179,11 @@ class CudaPath:
         self._agree(Reason.NOT_PREPARED, refusal)
         if self.executor is None or executor is None:
             return
-        if join is not None and not self._connect(executor, join):
-            self._prepare(step)
-            return
-        if self.executor is None:
+        if join is not None:
+            self._connect(executor, join)
+        if self.executor is None:  # refused, or to be made again for stock's all-reduce
+            if not self.refusals:
+                self._prepare(step)
             return
         self.guard.peak("startup_compile_seconds", executor.cost.compile_seconds)
         self.guard.peak("startup_prepare_seconds", executor.cost.prepare_seconds)
@@ -202,9 +203,9 @@ class CudaPath:
         box, words = self._box, executor.words
         return self._post(words) if box is None or box.layout.words < words else lambda: box
 
-    def _connect(self, executor: Executor, join: Callable[[], Box]) -> bool:
-        """Give the executor its mailbox. False where the ranks' memory cannot be joined and stock's all-reduce is to serve
-        instead, as with `auto`; else the fast path is refused. A collective."""
+    def _connect(self, executor: Executor, join: Callable[[], Box]) -> None:
+        """Give the executor its mailbox. Where the ranks' memory cannot be joined it is dropped: with `auto` the next one sums by
+        stock's all-reduce, else the fast path is refused. A collective."""
         error = None
         try:
             executor.box = self._box = join()
@@ -214,16 +215,15 @@ class CudaPath:
             error = caught
         bad = self._failed(error is not None)
         if not bad:
-            return True
+            return
         detail = f"no mailbox: {error or f'rank {bad[0]} has none'}"
         if self.settings.exchange != "auto":
             self._refuse(Refusal(Reason.NOT_PREPARED, detail))
-            return True
+            return
         logger.warning("Kimi K3 fast path: ranks sum by stock's all-reduce: %s", detail)
-        self._post = self._box = None
+        self._post = self.executor = self._box = None
         self._say_exchange()
         self.guard.deployment(self.refusals, self._facts, self._mutations)
-        return False
 
     # -- a graph's life ----------------------------------------
 
@@ -276,8 +276,7 @@ class CudaPath:
                 return (tensors,)
             if not capturing and self.executor is None:
                 self._prepare(tensors)
-        ready = tuple(self.executor.ready) if self.executor is not None else ()
-        return self.refusals or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, ready))
+        return self.refusals or self._plan(key)
 
     # -- steps ----------------------------------------
 
@@ -299,7 +298,7 @@ class CudaPath:
         retired = self._turned_away
         self.replayed()
         refused = self.refusals or self.guard.late_refusals
-        decided = refused or plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, self._ready()))
+        decided = refused or self._plan(key)
         found = () if isinstance(decided, Plan) else decided
         if retired:
             found = (Refusal(Reason.PLAN_QUARANTINED, f"plan {retired}"), *found)
@@ -334,8 +333,9 @@ class CudaPath:
         finally:  # the policy `stop` raises an error of its own
             health.check()
 
-    def _ready(self) -> tuple[int, ...]:
-        return tuple(self.executor.ready) if self.executor is not None else ()
+    def _plan(self, key: StepKey) -> Plan | tuple[Refusal, ...]:
+        ready = tuple(self.executor.ready) if self.executor is not None else ()
+        return plan(key, Limits(self.settings.max_tokens, self.generation, BACKEND, ready))
 
 
 def check_caches(caches: Caches) -> None:

@@ -63,9 +63,8 @@ def _put_back(vllm_config: Any, owner: str, name: str, value: Any) -> None:
     if taken == value:
         return
     setattr(getattr(vllm_config, owner), name, value)
-    if isinstance(vllm_config.additional_config, dict):
-        why = "vLLM's CPU platform changes it for its own MLA kernels, which this model does not use"
-        vllm_config.additional_config.setdefault(MUTATIONS, []).append([f"{owner}.{name}", str(taken), str(value), why])
+    why = "vLLM's CPU platform changes it for its own MLA kernels, which this model does not use"
+    _note(vllm_config, f"{owner}.{name}", taken, value, why)
 
 
 def _widen_block(platform: Any, vllm_config: Any) -> None:
@@ -75,9 +74,9 @@ def _widen_block(platform: Any, vllm_config: Any) -> None:
     before = vllm_config.cache_config.block_size
     platform._align_hybrid_block_size(vllm_config, MLABackend)
     after = vllm_config.cache_config.block_size
-    if after != before and isinstance(vllm_config.additional_config, dict):
+    if after != before:
         why = "a block has to hold a KDA slot; else the scheduler ends the chunks of a prompt where no state is kept"
-        vllm_config.additional_config.setdefault(MUTATIONS, []).append(["cache_config.block_size", str(before), str(after), why])
+        _note(vllm_config, "cache_config.block_size", before, after, why)
 
 
 def spare_generators(vllm_config: Any) -> None:
@@ -106,11 +105,15 @@ def spare_generators(vllm_config: Any) -> None:
 
     setattr(sample_tokens, _SPARES, True)
     module.CPUModelRunner.sample_tokens = sample_tokens
+    why = "vLLM turns the generator of a seeded request back after each chunk of its prompt, which CPU generators cannot do"
+    after = "leaves out generators of unfinished prompts"
+    _note(vllm_config, "CPUModelRunner.sample_tokens", "as released", after, why)
+
+
+def _note(vllm_config: Any, name: str, before: object, after: object, why: str) -> None:
     additional = getattr(vllm_config, "additional_config", None)
     if isinstance(additional, dict):
-        why = "vLLM turns the generator of a seeded request back after each chunk of its prompt, which CPU generators cannot do"
-        row = ["CPUModelRunner.sample_tokens", "as released", "leaves out generators of unfinished prompts", why]
-        additional.setdefault(MUTATIONS, []).append(row)
+        additional.setdefault(MUTATIONS, []).append([name, str(before), str(after), why])
 
 
 def _is_ours(vllm_config: Any) -> bool:

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..comm import Box
 from ..reasons import Refusal
 from .build import MAILBOX, SCALAR, STATE, STATIC, KernelSpec, Param, Sym
 
 
+class Posting:
+    """A plan whose kernel may take a mailbox. `config` has `world` and `words`."""
+
+    config: Any
+    spec: KernelSpec | None
+
+    @property
+    def words(self) -> int:
+        """Of the mailbox; 0 where it takes none."""
+        return self.config.words
+
+
 @dataclass(frozen=True)
-class Plan:
-    """What will run: one kernel (None: the library's product), and the mailbox words it needs. `config` has `world` and
-    `words`.
-    """
+class Plan(Posting):
+    """What will run: one kernel (None: the library's product)."""
 
     config: Any
     arch: str
     spec: KernelSpec | None
-    words: int
 
     @classmethod
     def make(cls, config: Any, arch: str, refusal: Refusal | None, spec: Callable[[Any], KernelSpec | None]) -> Plan:
         """Raises ValueError where there is a refusal."""
         if refusal:
             raise ValueError(str(refusal))
-        return cls(config, arch, spec(config), config.words)
+        return cls(config, arch, spec(config))
 
 
 def params(world: int) -> tuple[Param, ...]:
@@ -39,17 +48,6 @@ def params(world: int) -> tuple[Param, ...]:
         Param("rank", "i32", (), SCALAR),
         Param("words", "i32", (), SCALAR),
     )
-
-
-class Posting(Protocol):
-    """What a plan has whose kernel takes a mailbox, whatever else it knows."""
-
-    @property
-    def config(self) -> Any: ...
-    @property
-    def spec(self) -> KernelSpec | None: ...
-    @property
-    def words(self) -> int: ...
 
 
 def arguments(plan: Posting, mailbox: Box | None) -> tuple[Any, ...]:

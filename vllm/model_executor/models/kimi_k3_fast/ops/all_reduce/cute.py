@@ -7,16 +7,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
-from cutlass.cute.arch import inline_ptx
 
 from ..device.exchange import Exchange, Post
-from ..device.ptx import store_word
+from ..device.ptx import load_word, store_word
 from ..device.vectors import pack_bf16, unpack_bf16
 from ..order import Dynamic, Ordered, Output, Peers, dependency_wait, release_dependents
-
-
-def load_word(pointer: Any) -> Uint32:
-    return inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
 
 
 class Group:

@@ -12,12 +12,12 @@ from cutlass.memory import SmemAllocator
 
 from ..device.exchange import Post
 from ..device.norm import inverse_rms, scaled
-from ..device.ptx import opaque, store_word
+from ..device.ptx import load_word, opaque, store_word
 from ..device.reduce import block_sum
 from ..device.vectors import unpack_bf16
 from ..order import Dynamic, Output, Peers, Static, dependency_wait, release_dependents
 from ..skinny import ceil_div
-from .cute import Group, launch, load_word
+from .cute import Group, launch
 
 
 @cute.kernel

@@ -34,6 +34,11 @@ def store_global(pointer: Any, words: Words, predicate: Boolean) -> None:
     inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words], predicate=predicate)
 
 
+def load_word(pointer: Any) -> Uint32:
+    """4 bytes of global memory."""
+    return inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[pointer])
+
+
 def store_word(pointer: Any, word: Uint32, predicate: Boolean) -> None:
     """4 bytes to global memory, where the predicate holds."""
     inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[pointer, word], predicate=predicate)

@@ -29,7 +29,7 @@ from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
-from ..device.ptx import load_shared, store_shared, stream_async
+from ..device.ptx import load_shared, load_word, store_shared, stream_async
 from ..device.vectors import unpack_bf16
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 from .common import (
@@ -128,7 +128,7 @@ def _load_tokens(c: Any, z: Any, row: Any, target: Any, undo: Any) -> None:
     for step in range(layout.steps):
         for part in range(4):
             at = source + (step * layout.pieces * GROUP + part * 8)
-            words.append(inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[at]))
+            words.append(load_word(at))
     most = largest(words)
     bits = [0, 1, *range(c.strip.bit_length() + 1, 5)] if c.grouped else range(5)  # of the lanes with the same token
     for bit in bits:

@@ -74,12 +74,8 @@ class Config(Pairs):
 
 
 @dataclass(frozen=True)
-class Plan(single.Plan):
-    """As any op's of one launch, and the mailbox words that it needs."""
-
-    @property
-    def words(self) -> int:
-        return self.config.words
+class Plan(posted.Posting, single.Plan):
+    """As any op's of one launch, which may take a mailbox."""
 
 
 @dataclass(frozen=True)
