@@ -53,7 +53,7 @@ def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guar
     report = guard.report()
     assert report["violations"]["by_reason"] == {"shadow_state": 1}
     where = report["violations"]["last"][0]["where"]
-    assert where["tensor"] == "layers.0.state", "the first operator's state is the furthest off for its depth"
+    assert where["tensor"] == "layers.0.state", "the first operator's"
     assert row is None or where["row"] == row
     assert guard.quarantined("decode/t4") and not guard.quarantined("decode/t8")
     saved = shadow.Step.load(where["saved"])
@@ -82,6 +82,18 @@ def test_a_row_that_amplifies_its_input_gets_a_higher_bar_and_no_other_row_does(
         found = {d.name: d for d in shadow.compare(moved, standard, DEPTH, nudged)}
         assert found["logits"].within == expected
         assert expected or found["logits"].row == 1
+
+
+def test_the_first_tensor_past_its_bar_is_named_not_the_furthest():
+    """Layer by layer: states, the choice of experts, and behind all of them what the step returns."""
+    depth = {"hidden": 2, "logits": 2, "layers.1.choice": 1, "layers.1.state": 1, "layers.0.state": 0}
+    distances = {"hidden": 9.0, "logits": 9.0, "layers.1.choice": 7.0, "layers.1.state": 2.0, "layers.0.state": 0.5}
+    found = [shadow.Difference(name, distance, 1.0, 0) for name, distance in distances.items()]
+    order = []
+    while first := shadow.first_past(found, depth):
+        order.append(first.name)
+        found.remove(first)
+    assert order == ["layers.1.state", "layers.1.choice", "hidden", "logits"]
 
 
 def test_a_nan_on_one_side_only_is_past_every_bar(guard):

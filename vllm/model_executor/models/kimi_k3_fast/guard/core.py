@@ -288,16 +288,17 @@ class Guard:
         together: bool = False,
     ) -> bool:
         """Compare a fast step with the standard path: tensors [rows, ...] by name, `logits` (or hidden states) and every state
-        written. Past the bar: a violation, and the step is saved for `k3fast replay-step` with what `inputs` returns (asked
-        only then, since it may be large) and `origin`, plain values that name the model. True if all stay within. `nudged`: see
-        `shadow.compare`. `together`: every rank calls this for the same step; what one of them finds, all save their part of."""
-        from .shadow import Step, compare, folder_for
+        written. Past the bar: a violation that names the first tensor past it, where the fault begins, and the step is saved for
+        `k3fast replay-step` with what `inputs` returns (asked only then, since it may be large) and `origin`, plain values that
+        name the model. True if all stay within. `nudged`: see `shadow.compare`. `together`: every rank calls this for the same
+        step; what one of them finds, all save their part of."""
+        from .shadow import Step, compare, first_past, folder_for
 
         self.count("shadow_steps")
         found = compare(fast, standard, depth, nudged)
         self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
-        worst = max((d for d in found if not d.within), key=lambda d: d.distance / d.bar, default=None)
-        differs = worst is not None
+        first = first_past(found, depth)
+        differs = first is not None
         if not (self.agreement.any(differs) if together else differs):
             return True
         saved = None
@@ -309,12 +310,12 @@ class Guard:
             saved = step.save(folder_for(self.policy.events_path))
         except OSError:
             self.count("shadow_files_lost")
-        if worst is None:
+        if first is None:
             return True
         kinds = {"logits": Reason.SHADOW_LOGITS, "hidden": Reason.SHADOW_LOGITS, "choice": Reason.SHADOW_CHOICE}
-        reason = kinds.get(worst.name.rpartition(".")[2], Reason.SHADOW_STATE)
-        where = {"plan_key": plan_key, "tensor": worst.name, "row": worst.row, "saved": str(saved or "")}
-        self.violation(reason, where, f"{worst.name}: relative distance {worst.distance:.3g}, bar {worst.bar:.3g}")
+        reason = kinds.get(first.kind, Reason.SHADOW_STATE)
+        where = {"plan_key": plan_key, "tensor": first.name, "row": first.row, "saved": str(saved or "")}
+        self.violation(reason, where, f"{first.name}: relative distance {first.distance:.3g}, bar {first.bar:.3g}")
         return False
 
     def _audited(self, write_set: WriteSet, requests: int, tokens: int) -> list[Finding]:

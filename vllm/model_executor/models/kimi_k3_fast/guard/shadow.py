@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,11 @@ class Difference:
     def within(self) -> bool:
         return self.distance <= self.bar
 
+    @property
+    def kind(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
 
 def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: Tensors | None = None) -> list[Difference]:
     """Every named tensor [rows, ...], row by row: a fault in one request must not drown in the others.
@@ -80,6 +85,13 @@ def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: 
         row = max(range(len(distances)), key=lambda i: distances[i] / bars[i], default=None)
         found.append(Difference(name, distances[row], bars[row], row) if row is not None else Difference(name, 0.0, expected, 0))
     return found
+
+
+def first_past(found: Sequence[Difference], depth: Mapping[str, int]) -> Difference | None:
+    """The first tensor past its bar, in the order in which a step computes them: layer by layer its states, then its choice of
+    experts, at the end the hidden states and the logits. Which is furthest past it depends on how the layers behind amplify."""
+    late = {"choice": 1, "hidden": 2, "logits": 3}
+    return min((d for d in found if not d.within), key=lambda d: (depth.get(d.name, 0), late.get(d.kind, 0)), default=None)
 
 
 def _distances(ours: torch.Tensor, theirs: torch.Tensor) -> list[float]:
