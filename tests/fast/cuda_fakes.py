@@ -371,12 +371,15 @@ def _shaped(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return tensor
 
 
-def _attn_res(c: Any, score: Any, norm: Any, delta: Any, blocks: Any, prefix: Any, out: Any) -> None:
+def _attn_res(c: Any, score: Any, norm: Any, delta: Any, blocks: Any, prefix: Any, out: Any, box: Any = None) -> None:
     _shaped(blocks, c.closed, c.rows, c.columns), _shaped(prefix, c.rows, c.columns), _shaped(out, c.tokens, c.columns)
     t = c.tokens
     _shaped(delta, t, c.columns)
+    if c.world > 1:
+        delta = _sum(c, box.posted, box)
+        del box.posted  # each is received once
     if c.has_delta:
-        prefix[:t] += delta
+        prefix[:t] = delta if c.replaces else prefix[:t] + delta
     if c.write >= 0:
         blocks[c.write, :t] = prefix[:t]
     mixed = attn_res_form.mix(torch.cat([blocks[: c.prev, :t], prefix[None, :t]]).float(), score, c.eps)
@@ -392,6 +395,12 @@ def _sum(c: Any, partial: torch.Tensor, box: Any) -> torch.Tensor:
     return box.reduce(partial)
 
 
+def _post(c: Any, partial: torch.Tensor, box: Any) -> None:
+    """What AttnRes is to add up."""
+    assert not hasattr(box, "posted") and box.layout.words >= c.words
+    box.posted = partial
+
+
 def _sum_norm(c: Any, x: Any, norm: Any, out: Any, box: Any) -> None:
     r = _sum(c, _shaped(x, c.tokens, c.columns), box).float()
     normed = r * torch.rsqrt(r.square().mean(-1, keepdim=True) + c.eps) * norm.float()
@@ -399,7 +408,10 @@ def _sum_norm(c: Any, x: Any, norm: Any, out: Any, box: Any) -> None:
 
 
 def _oproj(c: Any, y: Any, weight: Any, prefix: Any, box: Any = None) -> None:
-    summed = _sum(c, F.linear(_shaped(y, c.tokens, c.columns), weight), box)
+    partial = F.linear(_shaped(y, c.tokens, c.columns), weight)
+    if c.posts:
+        return _post(c, partial, box)
+    summed = _sum(c, partial, box)
     prefix.copy_(summed if c.update == "write" else prefix + summed)
 
 
@@ -470,7 +482,10 @@ def _tail(
     if not c.normed:
         inner = inner * torch.rsqrt(inner.square().mean(-1, keepdim=True) + c.eps) * norm.float()
     assert up.shape == (c.rows, c.latent) and up.stride() == (c.pitch or c.latent, 1)
-    delta.copy_(_sum(c, (F.linear(inner, up.float()) + F.linear(hidden.float(), down.float())).to(BF16), mailbox))
+    partial = (F.linear(inner, up.float()) + F.linear(hidden.float(), down.float())).to(BF16)
+    if c.posts:
+        return _post(c, partial, mailbox)
+    delta.copy_(_sum(c, partial, mailbox))
 
 
 # -- a step ----------------------------------------

@@ -60,15 +60,17 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mailbox", "layout"), [(1, False, None), (2, False, None), (2, True, None), (2, False, experts.RAW)]
+    ("ranks", "mailbox", "layout", "posted"),
+    [(1, False, None, 0), (2, False, None, 0), (2, True, None, 0), (2, True, None, 8), (2, False, experts.RAW, 0)],
 )
-def test_the_config_names_the_kernels_of_the_loaded_model(monkeypatch, ranks, mailbox, layout):
+def test_the_config_names_the_kernels_of_the_loaded_model(monkeypatch, ranks, mailbox, layout, posted):
     """Also of the experts' layout: stock's on Hopper, unless the server is told to take another backend."""
     monkeypatch.setattr(cuda_ahead, "block_size", lambda heads: fakes.BLOCK_SIZE)
     model, kept = fakes.stock(fakes.weights(), 0, ranks, packs=layout is None)
     monkeypatch.setattr(cuda_ahead, "LEAST_WIDTH", 1)  # the fakes are narrower than what stock would pad
-    served = Executor(view_model(model, kept), fakes.caches, {"layers.2": 2}, ARCH, ranks, mailbox=mailbox, device="cpu")
-    ahead = cuda_ahead.specs(CONFIG, ARCH, ranks, 2 * fakes.BLOCK_SIZE, [1, 16], mailbox, layout)
+    group = {"mailbox": mailbox, "device": "cpu", "posted": posted}
+    served = Executor(view_model(model, kept), fakes.caches, {"layers.2": 2}, ARCH, ranks, **group)
+    ahead = cuda_ahead.specs(CONFIG, ARCH, ranks, 2 * fakes.BLOCK_SIZE, [1, 16], mailbox, layout, posted)
     assert set(ahead) == set(served.specs([1, 16])) and len(ahead) == len(set(ahead))
 
 

@@ -37,7 +37,7 @@ def cpu(dtype: torch.dtype) -> tuple[list[torch.Tensor], Caches]:
     return found, bound
 
 
-def cuda(world: int, mailbox: bool = False, packs: bool = False) -> list[tuple[list[torch.Tensor], Caches]]:
+def cuda(world: int, mailbox: bool = False, packs: bool = False, posted: int = 0) -> list[tuple[list[torch.Tensor], Caches]]:
     """The same by the CUDA executor on every rank."""
     meeting, found = Meeting(world), {}
 
@@ -45,7 +45,7 @@ def cuda(world: int, mailbox: bool = False, packs: bool = False) -> list[tuple[l
         reduce = meeting.reduce(r) if world > 1 else lambda x: x
         model, kept = stock(weights(), r, world, reduce, packs)
         bound = caches(BF16, r, world)
-        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, mailbox, "cpu", r)
+        run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, reduce, mailbox, "cpu", r, posted)
         run.prepare([len(SLOTS)])
         run.box = Module(layout=Module(words=run.words), reduce=reduce, rank=r) if mailbox else None
         hidden = []
@@ -70,12 +70,20 @@ def close(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: st
 
 
 @pytest.mark.parametrize(
-    ("world", "mailbox", "packs"), [(1, False, False), (2, False, False), (2, True, False), (1, False, True), (2, False, True)]
+    ("world", "mailbox", "packs", "posted"),
+    [
+        (1, False, False, 0),
+        (2, False, False, 0),
+        (2, True, False, 0),
+        (2, True, False, 64),
+        (1, False, True, 0),
+        (2, False, True, 0),
+    ],
 )
-def test_steps_equal_the_cpu_executors(monkeypatch, world, mailbox, packs):
+def test_steps_equal_the_cpu_executors(monkeypatch, world, mailbox, packs, posted):
     replace_kernels(monkeypatch)
     (exact, exact_caches), (plain, plain_caches) = cpu(torch.float32), cpu(BF16)
-    for r, (hidden, bound) in enumerate(cuda(world, mailbox, packs)):
+    for r, (hidden, bound) in enumerate(cuda(world, mailbox, packs, posted)):
         for step in range(STEPS):
             close(hidden[step], plain[step], exact[step], f"rank {r} of {world}, step {step}")
         for name, ours in bound.state.items():
@@ -115,6 +123,21 @@ def test_through_mailboxes_no_rank_reads_what_all_hold(monkeypatch, mailbox):
     assert {(c.world, c.latent) for c in topk} == {(parts, 256 if mailbox else 0)}
     assert {(c.world, c.latent, c.pitch, c.normed) for c in tail} == {(parts, 256 // parts, 256 if mailbox else 0, mailbox)}
     assert ("all_reduce.run_norm" in dict(launched)) is mailbox and "all_reduce.run" not in dict(launched)
+
+
+@pytest.mark.parametrize("posted", [len(SLOTS), len(SLOTS) - 1])
+def test_what_is_posted_is_added_up_by_the_next_launch(monkeypatch, posted):
+    """Up to so many tokens, behind every o_proj and every tail; a dense layer gives a tensor."""
+    launched = replace_kernels(monkeypatch)
+    cuda(2, mailbox=True, posted=posted)
+    posts = [plan.config.posts for name, plan in launched if name in ("oproj.run", "moe_tail.run")]
+    adds = [plan.config for name, plan in launched if name == "attn_res.run" and plan.config.world > 1]
+    closing, ranks = len(KINDS) // CLOSES, 2
+    if posted < len(SLOTS):
+        assert not any(posts) and not adds
+    else:
+        assert all(posts) and len(adds) == len(posts)
+        assert sum(c.replaces for c in adds) == ranks * STEPS * closing, "behind the o_proj of a layer that closes a block"
 
 
 @pytest.mark.parametrize(("world", "mailbox"), [(1, False), (2, True)])
@@ -210,9 +233,9 @@ class Launch:
         self.done.append(self.spec.name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "posted"), [(1, 0), (2, 0), (2, 64)])
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64])
-def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, world):
+def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, world, posted):
     """The operators' own host halves, with the kernels behind them replaced."""
     done: list[str] = []
     launch = functools.cache(lambda spec, arch=None: Launch(spec, done))
@@ -225,14 +248,16 @@ def test_every_launch_fits_its_kernels_parameters(monkeypatch, tokens, world):
     model, kept = stock(weights(), 1, world) if world > 1 else stock(weights())
     bound = caches(BF16, world - 1, world)
 
-    run = Executor(
-        view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, world, mailbox=world > 1, device="cpu", rank=world - 1
-    )
+    there = {"ranks": world, "mailbox": world > 1, "device": "cpu", "rank": world - 1, "posted": posted}
+    run = Executor(view_model(model, kept), lambda: bound, {"layers.2": 2}, ARCH, **there)
     run.prepare([tokens])
     if world > 1:
         layout, zeros = Layout(world, run.words), functools.partial(torch.zeros, dtype=torch.int32)
         run.box = Box(world - 1, layout, zeros(layout.bytes // 4), torch.zeros(world, dtype=torch.int64), zeros(2))
     run.run(tokens, torch.zeros(tokens, run.model.hidden, dtype=BF16), step_tensors([1] * tokens, 5))
     experts.plan.cache_clear()
-    assert done.count("bf16_attn_res") == 2 * len(KINDS) + 1 and done.count("bf16_kda_decode") == KINDS.count("kda")
+    received = done.count("bf16_attn_res_received")
+    assert received == (2 * len(KINDS) - 1 if posted else 0), "behind every o_proj and all MoE layers"
+    assert received == sum(name in ("bf16_oproj_posted", "bf16_tail_posted") for name in done)
+    assert done.count("bf16_attn_res") == 2 * len(KINDS) + 1 - received and done.count("bf16_kda_decode") == KINDS.count("kda")
     assert sum(name.startswith("mxfp4") for name in done) == 2 * (len(KINDS) - 1)

@@ -57,6 +57,8 @@ class Settings:
     allow_unvalidated: take kernels on an architecture where they were compiled and order-checked but never run.
     exchange: how ranks sum on GPUs: `stock`, vLLM's all-reduce; `mailbox`, over NVLink memory inside our launches (2, 4 or 8
         ranks of one host); `auto`, mailboxes where NVLink joins such ranks, else stock's (`fast/cuda_exchange.py`).
+    posted_tokens: largest batch whose sums of o_proj and MoE are posted to mailboxes and added up by AttnRes behind them, where
+        one trip over the link is enough; beyond it they are added up where they are made. 0 until a GPU has timed it.
     cpu_kernels: operators of the fast path on CPUs: `auto` takes C++ on the machine's best instruction set, or PyTorch where
         there is no library; `torch` is PyTorch; an instruction set's name forces that one.
     """
@@ -72,6 +74,7 @@ class Settings:
     summary_seconds: float = field(default=60.0, metadata={"low": 0})
     allow_unvalidated: bool = False
     exchange: Literal["auto", "stock", "mailbox"] = "auto"
+    posted_tokens: int = field(default=0, metadata={"low": 0, "high": 64})
     cpu_kernels: Literal["auto", "torch", "portable", "avx2", "avx512", "avx512bf16"] = "auto"
 
     def __post_init__(self) -> None:

@@ -128,8 +128,10 @@ def specs(
     sizes: Iterable[int] = SIZES,
     mailbox: bool = False,
     layout: str | None = None,
+    posted: int = 0,
 ) -> list[build.KernelSpec]:
-    """Every kernel of these decode batches, once. Raises ValueError where an operator has none for a shape."""
+    """Every kernel of these decode batches, once. posted: the setting `posted_tokens`. Raises ValueError where an operator has
+    none for a shape."""
     c = K3Config.from_hf(hf_config)
     model, block = model_of(c, ranks, arch, layout), block_size(c.kda_heads // ranks)
     latent = {
@@ -138,8 +140,9 @@ def specs(
         if isinstance(a, Mla)
     }
     pages = dict.fromkeys(latent, -(-max_model_len // block))
-    executor = Executor(model, lambda: Caches({}, {}, latent), pages, arch, ranks, mailbox=mailbox and ranks > 1, device="meta")
-    return executor.specs(sizes)
+    mailbox = mailbox and ranks > 1
+    caches = Caches({}, {}, latent)
+    return Executor(model, lambda: caches, pages, arch, ranks, mailbox=mailbox, device="meta", posted=posted).specs(sizes)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -150,6 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
     parser.add_argument("--exchange", choices=("stock", "mailbox"), help="else mailboxes for 2, 4 and 8 ranks, as a server does")
+    parser.add_argument("--posted-tokens", type=int, default=0, help="the setting of that name")
     parser.add_argument("--experts", choices=(RAW, HUMMING), help="layout of the experts' weights, else stock's on ARCH")
     parser.add_argument("--list", action="store_true", help="print the kernels, compile none")
     o = parser.parse_args(arguments)
@@ -157,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = [int(size) for size in o.sizes.split(",")]
     ranks = o.tensor_parallel_size
     mailbox = o.exchange == "mailbox" if o.exchange else ranks in RANKS
-    found = specs(json.loads(file.read_text()), o.arch, ranks, o.max_model_len, sizes, mailbox, o.experts)
+    found = specs(json.loads(file.read_text()), o.arch, ranks, o.max_model_len, sizes, mailbox, o.experts, o.posted_tokens)
     if o.list:
         print("\n".join(f"{spec.name}-{build.content_hash(spec, o.arch)}" for spec in found))
         return

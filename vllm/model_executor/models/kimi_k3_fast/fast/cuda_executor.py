@@ -4,7 +4,7 @@
 binding of the caches. AttnRes updates the residual prefix and closes blocks itself; o_proj adds to the prefix in its own launch.
 
 Several ranks sum o_proj in its own launch, through mailboxes, or behind it, by `reduce`, stock's all-reduce. What they do in a
-MoE layer is in `cuda_moe`.
+MoE layer is in `cuda_moe`. Up to `posted` tokens o_proj and the tail only post their parts, and AttnRes behind them adds up.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..comm import Box
 from ..ops import attn_res, build, kda, mla, oproj, posted, projection
+from ..ops.pairs import trips
 from . import cuda_moe
 from .compile_kernels import compile_missing
 from .cuda_views import Dense, Kda, Layer, Mix, Mla, Model, Moe
@@ -50,12 +51,26 @@ class Caches:
     latent: Mapping[str, torch.Tensor]
 
 
+class Form(NamedTuple):
+    """Of AttnRes: closed blocks, whether delta is pending, the block to close, the norm; over how many ranks delta was posted (1:
+    it is a tensor), and whether it replaces the prefix."""
+
+    prev: int
+    has_delta: bool
+    write: int = -1
+    normalise: bool = True
+    world: int = 1
+    replaces: bool = False
+
+
 @dataclass(frozen=True)
 class Ready:
-    """All kernels of one batch size. attn_res: by (closed blocks, delta pending, block to close, norm)."""
+    """All kernels of one batch size. attn_res: in the order of a step, two for each layer and the last. posts: AttnRes adds up
+    over the ranks."""
 
     tokens: int
-    attn_res: dict[tuple[int, bool, int, bool], Any]
+    posts: bool
+    attn_res: tuple[attn_res.Plan, ...]
     matmul: dict[tuple[str, int, int], Any]  # projections and o_proj, by what they do and their size
     kda: dict[str, Any]
     mla: dict[str, Any]
@@ -65,7 +80,7 @@ class Ready:
     @property
     def exchanging(self) -> tuple[Any, ...]:
         """Plans that may need words of a mailbox."""
-        return *self.matmul.values(), *(self.moe.exchanging if self.moe else ())
+        return *self.attn_res, *self.matmul.values(), *(self.moe.exchanging if self.moe else ())
 
 
 @dataclass
@@ -89,8 +104,8 @@ class StartUp:
 class Executor:
     """Runs steps over `model` and the caches that `bound` finds. pages: width of each MLA layer's block table. ranks: of the
     tensor-parallel group, of which this is `rank`; reduce: its all-reduce; mailbox: ranks exchange through mailboxes instead, and
-    `box` is set before a step runs. No cache is held here: vLLM frees those of its memory profile while this executor still
-    stands.
+    `box` is set before a step runs; posted: largest batch whose sums AttnRes makes then. No cache is held here: vLLM frees those
+    of its memory profile while this executor still stands.
 
     Raises ValueError in `prepare` where an operator has no kernel for a shape.
     """
@@ -104,6 +119,7 @@ class Executor:
     mailbox: bool = False
     device: torch.device | str = "cuda"
     rank: int = 0
+    posted: int = 0
     cost: StartUp = field(default_factory=StartUp)
 
     def __post_init__(self) -> None:
@@ -167,21 +183,24 @@ class Executor:
         """The kernels of these padded batch sizes, once; compiles nothing."""
         return list(dict.fromkeys(spec for tokens in sizes for spec in self._plans(tokens, load=False)[1]))
 
-    def mixes(self) -> list[tuple[int, bool, int, bool]]:
-        """Every form of AttnRes that a step runs, as keys of `Ready.attn_res`."""
-        found = [key for layer in self.model.layers for key in (self._before_attention(layer), self._before_mlp(layer))]
-        return list(dict.fromkeys([*found, self._at_end()]))
+    def _posts(self, tokens: int) -> bool:
+        """Whether o_proj and the tail only post: where one trip over the link is best anyway."""
+        return self.mailbox and tokens <= self.posted and trips(self.ranks, tokens) == 1
 
-    def _before_attention(self, layer: Layer) -> tuple[int, bool, int, bool]:
-        return layer.prev, layer.index > 0, layer.write, True
-
-    def _before_mlp(self, layer: Layer) -> tuple[int, bool, int, bool]:
-        """Where o_proj has not updated the prefix itself, its reduced sum is still to be added."""
-        closes = layer.write >= 0
-        return layer.prev + closes, self._update(layer) == "out" and not closes, -1, True
-
-    def _at_end(self) -> tuple[int, bool, int, bool]:
-        return self.model.closed, True, -1, False
+    def _forms(self, posts: bool) -> list[Form]:
+        """Of AttnRes, in the order of a step."""
+        divided = self.moe is not None and self.moe.divided
+        found, pending, world = [], False, 1
+        for layer in self.model.layers:
+            closes = layer.write >= 0
+            found.append(Form(layer.prev, pending, layer.write, world=world))
+            update = self._update(layer, posts)
+            if update == "post":
+                found.append(Form(layer.prev + closes, True, world=self.ranks, replaces=closes))
+            else:  # where o_proj has not updated the prefix itself, its reduced sum is still to be added
+                found.append(Form(layer.prev + closes, update == "out" and not closes))
+            pending, world = True, self.ranks if posts and divided and isinstance(layer.mlp, Moe) else 1
+        return [*found, Form(self.model.closed, pending, normalise=False, world=world)]
 
     def _plans(self, tokens: int, load: bool) -> tuple[Ready, list[build.KernelSpec]]:
         """The plans of one batch size and the kernels that they need; `load=False` compiles nothing."""
@@ -193,10 +212,11 @@ class Executor:
                 specs.append(planned.spec)
             return planned
 
-        mixes = {}
-        for prev, delta, write, norm in self.mixes():
-            mix = attn_res.Config(tokens, m.hidden, prev, delta, write, norm, m.eps, closed=m.closed, rows=ROWS)
-            mixes[prev, delta, write, norm] = plain(attn_res, mix)
+        posts = self._posts(tokens)
+        forms, mixes = self._forms(posts), {}
+        for form in dict.fromkeys(forms):
+            mix = attn_res.Config(tokens, m.hidden, **form._asdict(), eps=m.eps, closed=m.closed, rows=ROWS)
+            mixes[form] = plain(attn_res, mix)
         caches = self.bound()
         matmul: dict[tuple[str, int, int], Any] = {}
         recurrent: dict[str, Any] = {}
@@ -207,7 +227,7 @@ class Executor:
             rows, inner = a.in_proj.shape[0], a.o_proj.shape[1]
             if ("in", rows, m.hidden) not in matmul:
                 matmul["in", rows, m.hidden] = plain(projection, projection.Config(tokens, rows, m.hidden))
-            update = self._update(layer)
+            update = self._update(layer, posts)
             if (update, m.hidden, inner) not in matmul:
                 if update == "out":
                     planned = plain(projection, projection.Config(tokens, m.hidden, inner))
@@ -240,14 +260,16 @@ class Executor:
             raise ValueError(f"expected MLA layers of one shape, found {len(shapes)}")
         moe = None
         if self.moe is not None:
-            moe, more = self.moe.plans(tokens, arch, load)
+            moe, more = self.moe.plans(tokens, arch, load, posts)
             specs += more
-        return Ready(tokens, mixes, matmul, recurrent, attending, scratch, moe), specs
+        return Ready(tokens, posts, tuple(mixes[form] for form in forms), matmul, recurrent, attending, scratch, moe), specs
 
-    def _update(self, layer: Layer) -> str:
-        """How o_proj's sum meets the prefix: in its own launch, or ("out") after the exchange between ranks."""
+    def _update(self, layer: Layer, posts: bool) -> str:
+        """How o_proj's sum meets the prefix: in its own launch, in AttnRes ("post"), or ("out") after stock's all-reduce."""
         if self.ranks > 1 and not self.mailbox:
             return "out"
+        if posts:
+            return "post"
         return "write" if layer.write >= 0 else "add"
 
     # -- a step ----------------------------------------
@@ -258,19 +280,18 @@ class Executor:
         if ready is None:
             raise ValueError(f"expected a batch of one of {sorted(self.ready)} rows, for which kernels are ready, found {tokens}")
         self.prefix[:tokens].copy_(embedded)
-        delta, caches = self.delta[:tokens], self.bound()
+        delta, caches, plans = self.delta[:tokens], self.bound(), iter(ready.attn_res)
         for layer in self.model.layers:
-            self._mix(ready, self._before_attention(layer), layer.attention_mix, delta, self.mixed)
+            self._mix(next(plans), layer.attention_mix, delta, self.mixed)
             after = self._attention(ready, layer, step, caches)
-            self._mix(ready, self._before_mlp(layer), layer.mlp_mix, delta if after is None else after, self.mixed)
+            self._mix(next(plans), layer.mlp_mix, delta if after is None else after, self.mixed)
             mixed, mlp = self.mixed[:tokens], layer.mlp
             delta = mlp.forward(mixed) if isinstance(mlp, Dense) else self._experts(ready, mlp, step, mixed)
-        self._mix(ready, self._at_end(), self.model.final_mix, delta, self.hidden)
+        self._mix(next(plans), self.model.final_mix, delta, self.hidden)
         return self.hidden[:tokens]
 
-    def _mix(self, ready: Ready, key: tuple[int, bool, int, bool], mix: Mix, delta: torch.Tensor, out: torch.Tensor) -> None:
-        plan = ready.attn_res[key]
-        attn_res.run(plan, mix.score, mix.norm, delta, self.blocks, self.prefix, out[: ready.tokens])
+    def _mix(self, plan: attn_res.Plan, mix: Mix, delta: torch.Tensor, out: torch.Tensor) -> None:
+        attn_res.run(plan, mix.score, mix.norm, delta, self.blocks, self.prefix, out[: plan.config.tokens], self.box)
 
     def _attention(self, ready: Ready, layer: Layer, step: StepTensors, caches: Caches) -> torch.Tensor | None:
         """Up to the prefix. Returns what AttnRes has still to add to it, if anything."""
@@ -284,7 +305,7 @@ class Executor:
             kda.run(ready.kda[a.name], packed, *weights, slots, conv, state, y)
         else:
             self._mla(ready, a, step, caches.latent[a.name], packed, y)
-        update = self._update(layer)
+        update = self._update(layer, ready.posts)
         if update != "out":
             oproj.run(ready.matmul[update, hidden, inner], y, a.o_proj, self.prefix[:t], self.box)
             return None
@@ -302,6 +323,6 @@ class Executor:
         mla.run(ready.mla[a.name], packed, weights, context, y, ready.mla_scratch)
 
     def _experts(self, ready: Ready, w: Moe, step: StepTensors, mixed: torch.Tensor) -> torch.Tensor:
-        """This layer's update of the prefix, summed over the ranks."""
+        """This layer's update of the prefix, summed over the ranks; where its parts were posted, what the result holds is old."""
         assert self.moe is not None and ready.moe is not None
         return self.moe.run(ready.moe, w, mixed, step.num_tokens, self.delta[: ready.tokens], self.box)

@@ -8,7 +8,8 @@
 Experts and shared experts are divided among the ranks by width, so the latent and delta are summed over the ranks. Router,
 down-projection and up-projection are whole on every rank. Through mailboxes they are divided too: a rank reads the rows
 [r E/n, (r + 1) E/n) of the router, as many of the down-projection, and as many columns of the up-projection, in place; `topk`
-gathers logits and z, the sum of the latent norms it and keeps a rank's columns, and the tail sums in its own launch. Otherwise
+gathers logits and z, the sum of the latent norms it and keeps a rank's columns, and the tail sums in its own launch, or only
+posts what AttnRes then adds up. Otherwise
 every rank reads all of them, and the up-projection's part of delta is scaled by 1/ranks through the norm's weight: for a power of
 two exact.
 """
@@ -108,9 +109,9 @@ class LatentMoe:
 
     # -- before capture ----------------------------------------
 
-    def plans(self, tokens: int, arch: str, load: bool) -> tuple[Plans, list[KernelSpec]]:
-        """The plans of one batch size and the kernels that they need; `load=False` compiles nothing. Raises ValueError where an
-        operator refuses a shape."""
+    def plans(self, tokens: int, arch: str, load: bool, posts: bool) -> tuple[Plans, list[KernelSpec]]:
+        """The plans of one batch size and the kernels that they need; `load=False` compiles nothing. posts: the launch behind the
+        tail adds up over the ranks, where they divide. Raises ValueError where an operator refuses a shape."""
         model, like, n, held = self.model, self.like, self.parts, self.like.experts
         beta, linear = model.situ_beta, model.situ_linear_beta
         rows = (self.experts // n, self.latent // n, self.shared)
@@ -123,7 +124,7 @@ class LatentMoe:
         latent, delta = None, None
         if self.divided:
             choice = replace(choice, world=n, latent=self.latent)
-            last = replace(last, normed=True, pitch=self.latent, world=n)
+            last = replace(last, normed=True, pitch=self.latent, world=n, posts=posts)
             latent = all_reduce.norm_plan(all_reduce.NormConfig(tokens, self.latent, n, model.eps), arch)
         elif self.mailbox:
             columns = (self.latent, model.hidden)
@@ -140,8 +141,8 @@ class LatentMoe:
     def run(
         self, plans: Plans, w: Moe, m: torch.Tensor, num_tokens: torch.Tensor, delta: torch.Tensor, box: Box | None
     ) -> torch.Tensor:
-        """m [T, D] bf16 -> [T, D] bf16, summed over the ranks: `delta`, or where stock's all-reduce leaves it. num_tokens: [1]
-        int32, the real rows."""
+        """m [T, D] bf16 -> [T, D] bf16, summed over the ranks: `delta`, or where stock's all-reduce leaves it; not written where
+        the tail posts. num_tokens: [1] int32, the real rows."""
         t, own = plans.tokens, self.weights[id(w)]
         logits, z_own, hidden, routed = (b[:t] for b in (self.logits, self.z_own, self.hidden, self.routed))
         moe_front.run(plans.front, m, own.router, own.down, w.gate_up, logits, z_own, hidden)

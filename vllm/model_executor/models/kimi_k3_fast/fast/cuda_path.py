@@ -166,7 +166,16 @@ class CudaPath:
             pages = {name: table.shape[1] for name, table in step.tables.items()}
             mailbox = self._post is not None
             executor = Executor(
-                self.model, self._bound, pages, self.arch, self.ranks, self.reduce, mailbox, self.device, self.rank
+                self.model,
+                self._bound,
+                pages,
+                self.arch,
+                self.ranks,
+                self.reduce,
+                mailbox,
+                self.device,
+                self.rank,
+                self.settings.posted_tokens,
             )
             executor.prepare(self.sizes, lambda text: logger.info("Kimi K3 fast path: %s", text))
             join = self._room(executor)

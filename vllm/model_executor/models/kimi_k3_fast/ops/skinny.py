@@ -192,9 +192,9 @@ class Shape:
             return f"expected at most 1024 threads, found {self.tactic.threads}"
         return None
 
-    def uncovered(self, rows: int) -> str | None:
-        """Why the groups cannot hold `rows` rows, or None."""
-        held, most = ceil_div(rows, self.tactic.groups), self.tactic.height or self.tactic.rows
+    def uncovered(self, rows: int, whole: int = 1) -> str | None:
+        """Why the groups cannot hold `rows` rows, dealt so many together, or None."""
+        held, most = whole * ceil_div(rows // whole, self.tactic.groups), self.tactic.height or self.tactic.rows
         return None if held <= most else f"expected at most {most} rows in a group, found {held}"
 
 

@@ -7,6 +7,11 @@
     out = bf(RMSNorm(sum_j softmax_j(logit) s_j))          or without the norm, at the end of the model
 
 All in fp32 between the bf. With prev = 0 the mixture is the prefix itself.
+
+Over several ranks the launch before may only have posted its part of delta to all of them (`ops/pairs.py`). Then
+
+    delta = bf(sum over ranks of bf(part_r))               in the order of ranks: equal bits on all
+    prefix <- delta                                        where it is the first of a new accumulation (`replaces`)
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ from pathlib import Path
 
 import torch
 
+from ...comm import BOUND_NS, RANKS, Box
 from ...reasons import Reason, Refusal
-from .. import measured
+from .. import measured, posted
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
 
 
@@ -26,7 +32,8 @@ class Config:
     """`rows`: rows of the buffers `blocks` and `prefix` (the largest batch), `prev`: closed blocks mixed in, `write`: block to
     close, or -1.
 
-    `blocks`: thread blocks of a token's cluster; None: the number that was fastest, or the default.
+    `blocks`: thread blocks of a token's cluster; None: the number that was fastest, or the default. `world`: ranks that posted
+    delta, 1 where it is a tensor; `replaces`: it takes the prefix's place; `bound_ns`: how long to wait for a peer.
     """
 
     tokens: int
@@ -39,6 +46,14 @@ class Config:
     closed: int = 8  # blocks the buffer can hold
     rows: int = 64
     blocks: int | None = None
+    world: int = 1
+    replaces: bool = False
+    bound_ns: int = BOUND_NS
+
+    @property
+    def words(self) -> int:
+        """Words of mailbox that every rank has sent."""
+        return self.tokens * self.columns // 2 if self.world > 1 else 0
 
     @property
     def share(self) -> int:
@@ -67,7 +82,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(posted.Posting):
     """What will run: one kernel."""
 
     config: Config
@@ -77,6 +92,7 @@ class Plan:
     def __str__(self) -> str:
         c = self.config
         shape = f"attn_res {c.tokens}x{c.columns} sources {c.prev + 1}"
+        shape += f" posted by {c.world} ranks" if c.world > 1 else ""
         return f"{shape} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads"
 
 
@@ -104,6 +120,9 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         (0 <= c.prev <= c.closed <= 15, f"0 <= prev <= closed <= 15, found {c.prev} and {c.closed}"),
         (-1 <= c.write < c.closed, f"a block to close below {c.closed}, found {c.write}"),
         (c.write < 0 or c.write >= c.prev, f"a block to close that is not mixed in, found {c.write} with {c.prev} sources"),
+        (c.world in (1, *RANKS), f"1, 2, 4 or 8 ranks within one host, found {c.world}"),
+        (c.world == 1 or c.has_delta, f"a pending delta where {c.world} ranks posted, found none"),
+        (c.world > 1 or not c.replaces, "several ranks that posted what replaces the prefix, found one"),
     )
     failed = [text for holds, text in checks if not holds]
     return Refusal(Reason.OP_SHAPE, f"attn_res: expected {failed[0]}") if failed else None
@@ -116,11 +135,14 @@ def spec(config: Config, arch: str = "sm_90a") -> KernelSpec:
     params = (
         Param("score", "f32", (config.columns,), STATIC),
         Param("norm", "bf16", (config.columns,), STATIC),
-        Param("delta", "bf16", (config.tokens, config.columns), ACTIVATION),
+        *(() if config.world > 1 else (Param("delta", "bf16", (config.tokens, config.columns), ACTIVATION),)),
         Param("blocks", "bf16", (config.closed, *shape), STATE),
         Param("prefix", "bf16", shape, STATE),
         Param("out", "bf16", (config.tokens, config.columns), OUTPUT),
+        *(posted.params(config.world) if config.world > 1 else ()),
     )
+    if config.world > 1:
+        return KernelSpec("bf16_attn_res_received", "attn_res", config, f"{__name__}.received:bf16_attn_res_received", params)
     return KernelSpec("bf16_attn_res", "attn_res", config, f"{__name__}.cute:bf16_attn_res", params)
 
 
@@ -142,17 +164,22 @@ def run(
     plan: Plan,
     score: torch.Tensor,
     norm: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
     blocks: torch.Tensor,
     prefix: torch.Tensor,
     out: torch.Tensor,
+    mailbox: Box | None = None,
     stream: int | None = None,
 ) -> None:
     """score [D] fp32, norm [D] bf16, delta [T, D] bf16, blocks [closed, rows, D] and prefix [rows, D] bf16 (updated) -> out [T,
-    D] bf16.
+    D] bf16. `mailbox`: into which ranks have posted delta, which then is no tensor.
 
-    Without a pending delta or without the norm, any tensor of the right shape stands in; it is not read.
+    Without a pending delta or without the norm, any tensor of the right shape stands in; it is not read. Raises ValueError where
+    the mailbox does not fit the plan.
     """
+    if plan.config.world > 1:
+        compiled(plan)(score, norm, blocks, prefix, out, *posted.arguments(plan, mailbox), stream=stream)
+        return
     compiled(plan)(score, norm, delta, blocks, prefix, out, stream=stream)
 
 
@@ -160,4 +187,7 @@ def specs() -> list[KernelSpec]:
     """The served forms (embedding, inside a block, closing a block, end of the model) and a small one."""
     wide = [(0, False, 0, True), (1, True, -1, True), (8, True, -1, True), (7, True, 7, True), (8, True, -1, False)]
     served = [Config(1, 7168, prev, delta, write, norm) for prev, delta, write, norm in wide]
-    return [spec(config) for config in [Config(3, 256, 2, True, 2, closed=3, rows=4, blocks=2), *served]]
+    over_ranks = [(2, 1, -1, True, True), (2, 7, 7, True, False), (2, 8, -1, False, False), (8, 8, -1, True, False)]
+    served += [Config(1, 7168, p, True, w, norm, world=n, replaces=first) for n, p, w, norm, first in over_ranks]
+    small = Config(3, 256, 2, True, 2, closed=3, rows=4, blocks=2)
+    return [spec(config) for config in [small, replace(small, world=2), *served]]

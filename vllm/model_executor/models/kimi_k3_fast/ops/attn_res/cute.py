@@ -34,6 +34,11 @@ def pack(values: list[Any]) -> Any:
     return tuple(pack_bf16(even, odd) for even, odd in zip(values[0::2], values[1::2], strict=True))
 
 
+def together(a: Any, b: Any) -> Any:
+    """The sum of eight values and eight, rounded."""
+    return pack([x + y for x, y in zip(unpack(a), unpack(b), strict=True)])
+
+
 def floats(pointer: Any) -> list[Any]:
     """Four neighbouring floats of shared memory."""
     return [word.bitcast(Float32) for word in load_shared(pointer)]
@@ -82,127 +87,186 @@ def send(exchange: Exchange, values: list[Any], first: Any, part: Any, rank: Any
         exchange.values[place] = value
 
 
-def weights(logits: Exchange, config: Any) -> Any:
-    """This lane's share of the softmax: lane j has source j's, and every warp works out all of them."""
+def softmax(squares: Any, dot: Any, config: Any) -> Any:
+    """This lane's share: lane j has source j's sums, and every warp works out all of them."""
     lane, _ = lane_and_warp()
-    own = cutlass.min(lane, config.prev)
-    squares, dot = logits.total(2 * own), logits.total(2 * own + 1)
     logit = dot * cute.math.rsqrt(squares * Float32(1.0 / config.columns) + Float32(config.eps))
     power = Float32(select_(lane <= config.prev, cute.math.exp(logit - warp_max(logit)), Float32(0.0)))
     return power * (Float32(1.0) / warp_sum(power))
+
+
+class Place:
+    """A thread's place in its token: the columns that it mixes, and its warp's part of a source."""
+
+    def __init__(self, config: Any) -> None:
+        self.lane, self.warp = lane_and_warp()
+        self.thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        self.row, self.rank = index // config.blocks, index % config.blocks
+        self.source, self.part = self.warp // config.parts, self.warp % config.parts
+        self.first = self.rank * config.share  # column of the block
+        self.base, self.stride = self.row * config.columns + self.first, config.rows * config.columns
+        # Every `parts`-th piece of 256 columns, eight of them a lane. None: always inside.
+        self.pieces = [(self.part + i * config.parts) * 256 + self.lane * 8 for i in range(config.pieces)]
+        whole = [(i + 1) * config.parts * 256 <= config.share for i in range(config.pieces)]
+        self.inside = [None if all_of_it else at < config.share for all_of_it, at in zip(whole, self.pieces, strict=True)]
+        # Threads past the share repeat its last columns and count for nothing. None: every thread mixes.
+        self.column = cutlass.min(self.thread * 8, config.share - 8)
+        self.mixes = None if config.threads * 8 == config.share else self.thread * 8 < config.share
+
+
+@cute.jit
+def _make(barriers: Any, thread: Any):
+    if thread == 0:
+        for barrier in barriers:
+            cute.arch.mbarrier_init(barrier, 1)
+        cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def _expect(barriers: Any, sizes: cutlass.Constexpr, thread: Any):
+    if thread == 0:
+        for i in cutlass.range_constexpr(len(sizes)):
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers[i], sizes[i])
+
+
+def begin(config: Any, place: Place, score: Static, norm: Static, score_smem: Any, exchanges: list[Exchange]) -> list[Any]:
+    """What comes before the dependency wait. Returns the norm's weights of this thread's columns."""
+    barriers = [exchange.barrier for exchange in exchanges]
+    if config.blocks > 1:
+        _make(barriers, place.thread)
+        cute.arch.cluster_arrive()  # nobody sends to a block that has not started
+    for at in range(0, config.share // 4, config.threads):
+        chunk = at + place.thread
+        wanted = None if at + config.threads <= config.share // 4 else chunk < config.share // 4
+        copy_async(score_smem.iterator + chunk * 4, score.early().iterator + (place.first + chunk * 4), cutlass.Int32(16), wanted)
+    weight = unpack(load_words(norm.early().iterator + (place.first + place.column)))
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    if config.blocks > 1:  # each barrier serves once, so what it will wait for can be said now
+        _expect(barriers, tuple(4 * e.count * config.blocks * e.parts for e in exchanges), place.thread)
+        cute.arch.cluster_wait()
+    release_dependents()
+    return weight
+
+
+def copy_closed(config: Any, place: Place, closed: Any, source_smem: Any) -> None:
+    """The warp's part of its closed block into shared memory."""
+    for at, inside in zip(place.pieces, place.inside, strict=True):
+        target = source_smem.iterator + (place.source * config.share + at)
+        copy_async(target, closed + (place.source * place.stride + place.base + at), cutlass.Int32(16), inside)
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+
+
+def sums(values: list[Any], scores: list[Any]) -> tuple[Any, Any]:
+    """Of eight columns: their squares, and their product with the score."""
+    squares, dot = Float32(0.0), Float32(0.0)
+    for value, weight_of in zip(values, scores, strict=True):
+        squares = squares + value * value
+        dot = dot + value * weight_of
+    return squares, dot
+
+
+def scores_at(score_smem: Any, column: Any) -> list[Any]:
+    return [s for half in (0, 4) for s in floats(score_smem.iterator + (column + half))]
+
+
+def sums_of_part(config: Any, place: Place, source_smem: Any, score_smem: Any) -> list[Any]:
+    """What the weight of its source needs of the warp's part."""
+    squares, dot = Float32(0.0), Float32(0.0)
+    cute.arch.sync_warp()  # lanes past the share read the last columns, which others wrote, and count for nothing
+    for i, inside in enumerate(place.inside):
+        at = cutlass.min(place.pieces[i], config.share - 8)
+        values = unpack(load_shared(source_smem.iterator + (place.source * config.share + at)))
+        own_squares, own_dot = sums(values, scores_at(score_smem, at))
+        squares = squares + where(inside, own_squares)
+        dot = dot + where(inside, own_dot)
+    return [warp_sum(squares), warp_sum(dot)]
+
+
+def mixture(config: Any, place: Place, share_of: Any, source_smem: Any, sources: int) -> list[Any]:
+    """This thread's columns of so many sources, weighed."""
+    mixed = [Float32(0.0)] * 8
+    for j in range(sources):
+        values = unpack(load_shared(source_smem.iterator + (j * config.share + place.column)))
+        mixed = added(mixed, values, share_of, j)
+    return mixed
+
+
+def added(mixed: list[Any], values: list[Any], share_of: Any, source: int) -> list[Any]:
+    p = cute.arch.shuffle_sync(share_of, offset=source)
+    return [m + p * value for m, value in zip(mixed, values, strict=True)]
+
+
+def square_sum(place: Place, mixed: list[Any]) -> Any:
+    """The warp's sum of squares of the mixture."""
+    own = Float32(0.0)
+    for value in mixed:
+        own = own + value * value
+    return warp_sum(where(place.mixes, own))
+
+
+def normalised(config: Any, square: Exchange, mixed: list[Any], weight: list[Any]) -> list[Any]:
+    square.wait()
+    factor = cute.math.rsqrt(square.total(0) * Float32(1.0 / config.columns) + Float32(config.eps))
+    return [m * factor * w for m, w in zip(mixed, weight, strict=True)]
 
 
 @cute.kernel
 def _attn_res(
     score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, config: cutlass.Constexpr
 ):
-    lane, warp = lane_and_warp()
-    thread, _, _ = cute.arch.thread_idx()
-    index, _, _ = cute.arch.block_idx()
-    row, rank = index // config.blocks, index % config.blocks
-    share, parts, sources = config.share, config.parts, config.prev + 1
+    place = Place(config)
+    share, sources = config.share, config.prev + 1
     memory = SmemAllocator()
     source_smem = memory.allocate_tensor(BFloat16, cute.make_layout(sources * share), byte_alignment=16)
     score_smem = memory.allocate_tensor(Float32, cute.make_layout(share), byte_alignment=16)
-    logits = Exchange(config, 2 * sources, parts, memory)
+    logits = Exchange(config, 2 * sources, config.parts, memory)
     square = Exchange(config, 1, config.mixing, memory)
-    if cutlass.const_expr(config.blocks > 1):
-        if thread == 0:
-            for exchange in (logits, square):
-                cute.arch.mbarrier_init(exchange.barrier, 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()  # nobody sends to a block that has not started
-    for at in cutlass.range_constexpr(0, share // 4, config.threads):
-        chunk = at + thread
-        wanted = None if at + config.threads <= share // 4 else chunk < share // 4
-        origin = score.early().iterator + (rank * share + chunk * 4)
-        copy_async(score_smem.iterator + chunk * 4, origin, cutlass.Int32(16), wanted)
-    column = cutlass.min(thread * 8, share - 8)
-    mixes = (
-        None if config.threads * 8 == share else thread * 8 < share
-    )  # None: every thread; threads past the share repeat its last columns and count for nothing
-    weight = unpack(load_words(norm.early().iterator + (rank * share + column)))
-    cute.arch.cp_async_commit_group()
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_threads()
-    if cutlass.const_expr(config.blocks > 1):
-        if thread == 0:  # each barrier serves once, so what it will wait for can be said now
-            for exchange in (logits, square):
-                cute.arch.mbarrier_arrive_and_expect_tx(exchange.barrier, 4 * exchange.count * config.blocks * exchange.parts)
-        cute.arch.cluster_wait()
-    release_dependents()
+    weight = begin(config, place, score, norm, score_smem, [logits, square])
 
-    # The warp's part of its source: every `parts`-th piece of 256 columns, eight of them a lane.
     token = dependency_wait()
     running, closed = prefix.after(token).iterator, blocks.after(token).iterator
-    pending = delta.after(token).iterator
-    source, part = warp // parts, warp % parts
-    base, stride = row * config.columns + rank * share, config.rows * config.columns
-    pieces = [(part + i * parts) * 256 + lane * 8 for i in range(config.pieces)]
-    inside = [None if (i + 1) * parts * 256 <= share else at < share for i, at in enumerate(pieces)]  # None: always
-    if source < config.prev:
-        for i in cutlass.range_constexpr(config.pieces):
-            target = source_smem.iterator + (source * share + pieces[i])
-            copy_async(target, closed + (source * stride + base + pieces[i]), cutlass.Int32(16), inside[i])
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-    elif source == config.prev:
-        places = [cutlass.min(at, share - 8) for at in pieces]
-        current = [load_words(running + (base + place)) for place in places]
+    pending, base = delta.after(token).iterator, place.base
+    if place.source < config.prev:
+        copy_closed(config, place, closed, source_smem)
+    elif place.source == config.prev:
+        places = [cutlass.min(at, share - 8) for at in place.pieces]
+        current = [load_words(running + (base + at)) for at in places]
         if cutlass.const_expr(config.has_delta):
-            added = [load_words(pending + (base + place)) for place in places]
-            sums = [zip(unpack(a), unpack(b), strict=True) for a, b in zip(current, added, strict=True)]
-            current = [pack([a + b for a, b in pairs]) for pairs in sums]
+            more = [load_words(pending + (base + at)) for at in places]
+            current = [together(a, b) for a, b in zip(current, more, strict=True)]
         for i in cutlass.range_constexpr(config.pieces):
-            store_shared(source_smem.iterator + (source * share + pieces[i]), current[i], inside[i])
+            at, inside = place.pieces[i], place.inside[i]
+            store_shared(source_smem.iterator + (place.source * share + at), current[i], inside)
             if cutlass.const_expr(config.has_delta):
-                store_global(running + (base + pieces[i]), current[i], inside[i])
+                store_global(running + (base + at), current[i], inside)
             if cutlass.const_expr(config.write >= 0):
-                store_global(closed + (config.write * stride + base + pieces[i]), current[i], inside[i])
+                store_global(closed + (config.write * place.stride + base + at), current[i], inside)
 
-    if cutlass.const_expr(config.prev > 0) and source <= config.prev:
-        squares, dot = Float32(0.0), Float32(0.0)
-        cute.arch.sync_warp()  # lanes past the share read the last columns, which others wrote, and count for nothing
-        for i in cutlass.range_constexpr(config.pieces):
-            place = cutlass.min(pieces[i], share - 8)
-            values = unpack(load_shared(source_smem.iterator + (source * share + place)))
-            scores = [s for half in (0, 4) for s in floats(score_smem.iterator + (place + half))]
-            own_squares, own_dot = Float32(0.0), Float32(0.0)
-            for value, weight_of in zip(values, scores, strict=True):
-                own_squares = own_squares + value * value
-                own_dot = own_dot + value * weight_of
-            squares = squares + where(inside[i], own_squares)
-            dot = dot + where(inside[i], own_dot)
-        send(logits, [warp_sum(squares), warp_sum(dot)], 2 * source, part, rank)
+    if cutlass.const_expr(config.prev > 0) and place.source <= config.prev:
+        send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
     cute.arch.sync_threads()  # the sources are in shared memory
     if cutlass.const_expr(config.prev > 0):
         logits.wait()
-        own_weight = weights(logits, config)
-        mixed = [Float32(0.0)] * 8
-        for j in cutlass.range_constexpr(sources):
-            p = cute.arch.shuffle_sync(own_weight, offset=j)
-            values = unpack(load_shared(source_smem.iterator + (j * share + column)))
-            mixed = [m + p * value for m, value in zip(mixed, values, strict=True)]
+        own = cutlass.min(place.lane, config.prev)
+        share_of = softmax(logits.total(2 * own), logits.total(2 * own + 1), config)
+        mixed = mixture(config, place, share_of, source_smem, sources)
     else:
-        mixed = unpack(load_shared(source_smem.iterator + column))
+        mixed = unpack(load_shared(source_smem.iterator + place.column))
 
     if cutlass.const_expr(config.normalise):
-        own = Float32(0.0)
-        for value in mixed:
-            own = own + value * value
-        total = warp_sum(where(mixes, own))
-        if warp < config.mixing:
-            send(square, [total], 0, warp, rank)
-        square.wait()
-        factor = cute.math.rsqrt(square.total(0) * Float32(1.0 / config.columns) + Float32(config.eps))
-        mixed = [m * factor * w for m, w in zip(mixed, weight, strict=True)]
-    store_global(out.after(token).iterator + (base + column), pack(mixed), mixes)
+        total = square_sum(place, mixed)
+        if place.warp < config.mixing:
+            send(square, [total], 0, place.warp, place.rank)
+        mixed = normalised(config, square, mixed, weight)
+    store_global(out.after(token).iterator + (base + place.column), pack(mixed), place.mixes)
 
 
-def bf16_attn_res(
-    config: Any, score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, stream: object
-) -> None:
-    _attn_res(score, norm, delta, blocks, prefix, out, config).launch(
+def launch(kernel: Any, config: Any, stream: object) -> None:
+    kernel.launch(
         grid=[config.tokens * config.blocks, 1, 1],
         block=[config.threads, 1, 1],
         cluster=[config.blocks, 1, 1] if config.blocks > 1 else None,
@@ -210,3 +274,8 @@ def bf16_attn_res(
         stream=stream,
         use_pdl=True,
     )
+
+
+def bf16_attn_res(config: Any, *args: Any) -> None:
+    *tensors, stream = args
+    launch(_attn_res(*tensors, config), config, stream)

@@ -7,8 +7,8 @@ A kernel uses it in this order:
     exchange.arrive(blocks)                                 # once, behind a barrier of the block: the last block counts up
     words = exchange.receive(senders, index, inside)        # any number of times
 
-All blocks of a launch must be able to run at once, as a block waits for its counterparts on the other ranks. `params()` are the
-kernel parameters that a launch needs besides its own, in the order of `Post`; `arguments(mailbox)` are their values.
+All blocks of a launch that sends and receives must be able to run at once, as a block waits for its counterparts on the other
+ranks. One launch may send and the next one receive (`sent`): neither waits for blocks of its own kind.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Post:
 class Exchange:
     """One thread's view of this call's epoch."""
 
-    def __init__(self, world: int, bound_ns: int, token: Ordered, post: Post) -> None:
+    def __init__(self, world: int, bound_ns: int, token: Ordered, post: Post, sent: bool = False) -> None:
+        """`sent`: the launch before sent in this epoch, and counted up; this one receives."""
         self.world, self.bound_ns, self.token, self.post = world, bound_ns, token, post
         self.box = post.box.after(token).iterator.toint()
         self.counter = post.epoch.after(token).iterator
         load = "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];"
-        self.epoch = inline_ptx(load, write_only_types=[Int32], read_only_args=[self.counter]) + 1
+        last = inline_ptx(load, write_only_types=[Int32], read_only_args=[self.counter])
+        self.epoch = last if sent else last + 1
 
     def _word(self, box: Any, sender: Any, index: Any) -> Any:
         """Address of one word in a box."""

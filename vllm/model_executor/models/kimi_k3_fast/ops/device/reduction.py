@@ -5,6 +5,8 @@ A kernel uses it in this order, each thread for its own outputs:
     reduction = Reduction(config, token, Target(...), post, group, first)   # behind the dependency wait
     block.reduce(reduction.emit)                                            # sends each output on its first trip
     reduction.finish()                                                      # receives, adds up, stores
+
+or, where the next launch sums, with an `Outbox`, which only sends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..order import Ordered
-from ..pairs import Pairs
+from ..pairs import Pairs, posted_word
 from .exchange import Exchange, Post
 from .ptx import store_bf16
 from .vectors import pack_bf16, unpack_bf16
@@ -60,18 +62,48 @@ def _across(value: Any) -> Any:
     return cute.arch.shuffle_sync_bfly(value, offset=1)
 
 
-class Reduction:
-    """The sum over ranks, as one thread sees it. `group`: of blocks; `first`: its first row; `ready`: of the dependency wait."""
+class Outbox:
+    """Sends this rank's outputs to all ranks, as one thread sees it. `ready`: of the dependency wait."""
 
-    def __init__(self, config: Pairs, ready: Ordered, target: Target, post: Post, group: Any, first: Any) -> None:
-        self.config, self.target, self.group, self.first = config, target, group, first
+    def __init__(self, config: Pairs, ready: Ordered, post: Post) -> None:
+        self.config = config
         self.exchange = Exchange(config.world, config.bound_ns, ready, post)
-        self.items: list[Item] = []
         thread, _, _ = cute.arch.thread_idx()
         self.odd = thread % 2
         half = config.world // 2
         self.ranks = [self.odd * half + j for j in range(half)]  # the lanes of a pair share the peers
         self.boxes = [self.exchange.box_of(r) for r in self.ranks]
+
+    def emit(self, token: Any, row: Any, value: Any, inside: Any) -> None:
+        """Takes an output as the block's sum leaves it, and sends it. Both rows of a pair exist."""
+        self._send_to_all(posted_word(self.config.rows, token, row), self._word(value(0)), inside)
+
+    def finish(self) -> None:
+        """Everything after the block's own sums."""
+        tactic = self.config.shape.tactic
+        self.exchange.arrive(tactic.groups * tactic.splits)
+
+    def _word(self, mine: Any) -> Uint32:
+        """This lane's value and its neighbour's, rounded to BF16; both lanes of a pair hold the same word."""
+        other = _across(mine)
+        return pack_bf16(self._by_lane(mine, other), self._by_lane(other, mine))
+
+    def _by_lane(self, even: Any, odd: Any) -> Any:
+        """`even` in the lanes of even number, `odd` in the others."""
+        return type(even)(select_(self.odd == 0, even, odd))
+
+    def _send_to_all(self, index: Any, word: Uint32, inside: Boolean) -> None:
+        for box in self.boxes:
+            self.exchange.send(box, index, word, inside)
+
+
+class Reduction(Outbox):
+    """The sum over ranks, as one thread sees it. `group`: of blocks; `first`: its first row; `ready`: of the dependency wait."""
+
+    def __init__(self, config: Pairs, ready: Ordered, target: Target, post: Post, group: Any, first: Any) -> None:
+        self.target, self.group, self.first = target, group, first
+        self.items: list[Item] = []
+        super().__init__(config, ready, post)
 
     def emit(self, token: Any, row: Any, value: Any, inside: Any) -> None:
         """Takes an output as the block's sum leaves it, and sends it on its first trip."""
@@ -89,8 +121,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Everything after the block's own sums."""
-        tactic = self.config.shape.tactic
-        self.exchange.arrive(tactic.groups * tactic.splits)
+        super().finish()
         if not self.config.two_shot:
             for item in self.items:
                 self.target.put(item, self._total(item, item.either))
@@ -102,15 +133,6 @@ class Reduction:
             (word,) = self.exchange.receive([self._owner(item)], self._index(item, second=True), item.either, relayed=True)
             self.target.put(item, self._own_half(word))
 
-    def _word(self, mine: Any) -> Uint32:
-        """This lane's value and its neighbour's, rounded to BF16; both lanes of a pair hold the same word."""
-        other = _across(mine)
-        return pack_bf16(self._by_lane(mine, other), self._by_lane(other, mine))
-
-    def _by_lane(self, even: Any, odd: Any) -> Any:
-        """`even` in the lanes of even number, `odd` in the others."""
-        return type(even)(select_(self.odd == 0, even, odd))
-
     def _own_half(self, word: Uint32) -> Float32:
         return self._by_lane(*unpack_bf16(word))
 
@@ -119,10 +141,6 @@ class Reduction:
 
     def _index(self, item: Item, second: bool = False) -> Any:
         return self.config.word(self.group, item.pair, second)
-
-    def _send_to_all(self, index: Any, word: Uint32, inside: Boolean) -> None:
-        for box in self.boxes:
-            self.exchange.send(box, index, word, inside)
 
     def _total(self, item: Item, inside: Boolean) -> Float32:
         """This lane's half of the pair summed over all ranks, in their order, in FP32."""

@@ -46,8 +46,11 @@ class Rows:
         return TILE // 2 if self.pair else TILE
 
 
-def even_share(total: int, groups: int, group: Any) -> tuple[Any, Any]:
-    """[first, last) of `group` when `total` rows are dealt as evenly as possible."""
+def even_share(total: int, groups: int, group: Any, whole: int = 1) -> tuple[Any, Any]:
+    """[first, last) of `group` when `total` rows are dealt as evenly as possible, so many together."""
+    if whole > 1:
+        first, last = even_share(total // whole, groups, group)
+        return first * whole, last * whole
     return group * total // groups, (group + 1) * total // groups
 
 

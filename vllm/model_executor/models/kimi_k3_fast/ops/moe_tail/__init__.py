@@ -8,7 +8,7 @@ sum is rounded once. The norm's factor is one number per token and is applied be
 
 With several ranks r_i is rank i's share of the columns of RMSNorm(r), normalised by whoever summed it, and Wup_i these columns of
 the whole up-projection, in place. The sum over ranks happens in the same launch, as in `oproj`, in the order of ranks: equal bits
-on all.
+on all. Or the launch only posts its part to all ranks (`posts`), for AttnRes behind it to add up.
 
 For many tokens of one rank: a kernel for the norm, where it is to be done, and two products of the library, of which the second
 adds to the first.
@@ -36,7 +36,7 @@ from ..skinny import Shape, Tactic, default_tactic, ring_tactic
 class Config(Pairs):
     """`rows`: D of the matrices; `latent`: L and `shared`: S of this rank. `r_dtype`: "bf16" or "f32". `normed`: r is normalised
     already. `pitch`: elements between two rows of the up-projection, 0 for L. `world` ranks; `shots`: 1 or 2, or None for the
-    default of the batch; `bound_ns`: how long to wait for a peer.
+    default of the batch; `bound_ns`: how long to wait for a peer; `posts`: the next launch sums.
     """
 
     tokens: int
@@ -51,6 +51,7 @@ class Config(Pairs):
     world: int = 1
     shots: int | None = None
     bound_ns: int = BOUND_NS
+    posts: bool = False
 
     @property
     def _unmeasured(self) -> Tactic:
@@ -64,7 +65,8 @@ class Config(Pairs):
         if found is None and self.r_dtype == "bf16":
             sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared, "world": self.world}
             found = measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
-        return found or self._unmeasured
+        found = found or self._unmeasured
+        return found if isinstance(found, Library) else self.dealt(found)
 
     @property
     def shape(self) -> Shape:
@@ -105,7 +107,7 @@ def _problem(c: Config) -> str | None:
         return f"expected rows of whole 16 bytes that hold {c.latent} columns, found a pitch of {c.pitch}"
     if c.world > 1 and (by_library or not c.normed):
         return f"expected a kernel and a normalised r where {c.world} ranks sum in one launch, found {c}"
-    return library.problem(c.tokens) if by_library else c.shape.uncovered(c.rows)
+    return library.problem(c.tokens) if by_library else c.shape.uncovered(c.rows, c.whole)
 
 
 def spec(config: Config) -> KernelSpec | None:
@@ -120,12 +122,12 @@ def spec(config: Config) -> KernelSpec | None:
         *(() if config.normed else (Param("norm", "bf16", (latent,), STATIC),)),
         Param("r", config.r_dtype, (t, latent), ACTIVATION),
         Param("hidden", "bf16", (t, shared), ACTIVATION),
-        Param("delta", "bf16", (t, d), OUTPUT),
+        *(() if config.posts else (Param("delta", "bf16", (t, d), OUTPUT),)),
         *(posted.params(config.world) if config.world > 1 else ()),
     )
     name = "bf16_tail" if config.normed else "bf16_norm_skinny"
     if config.world > 1:
-        name = "bf16_tail_two_shot" if config.two_shot else "bf16_tail_one_shot"
+        name = f"bf16_tail_{'posted' if config.posts else 'two_shot' if config.two_shot else 'one_shot'}"
     return KernelSpec(name, "moe_tail", config, f"{__name__}.cute:bf16_tail", params)
 
 
@@ -155,20 +157,21 @@ def run(
     norm: torch.Tensor | None,
     up: torch.Tensor,
     down: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
     scratch: Mapping[str, torch.Tensor] | None = None,
     mailbox: Box | None = None,
     stream: int | None = None,
 ) -> None:
     """r [T, L], hidden [T, S], norm [L], up [D, L] with rows `pitch` apart, down [D, S] -> delta [T, D] bf16, overwritten. norm:
     not used where r is `normed`. scratch: the tensors of `plan.scratch_shapes()`. mailbox: where several ranks sum; delta is then
-    alike on all of them. Raises ValueError where one is missing or does not fit.
+    alike on all of them, or not used where the plan `posts`. Raises ValueError where one is missing or does not fit.
     """
     config = plan.config
     if not isinstance(config.chosen, Library):
         norms = () if config.normed else (norm,)
         post = posted.arguments(plan, mailbox) if config.world > 1 else ()
-        compiled(plan)(up, down, *norms, r, hidden, delta, *post, stream=stream)
+        into = () if config.posts else (delta,)
+        compiled(plan)(up, down, *norms, r, hidden, *into, *post, stream=stream)
         return
     if not config.normed:
         (normed,) = find_scratch(plan, scratch)
@@ -189,5 +192,7 @@ def specs() -> list[KernelSpec]:
     rings = [Config(t, *sizes, tactic=ring_tactic(7168, sizes[1:], t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
     small = [Config(3, 80, 256, 64), Config(3, 80, 256, 64, normed=True)]
     small += [Config(3, 160, 256, 64, normed=True, pitch=1024, world=w, shots=s) for w, s in ((2, 1), (2, 2), (4, 2))]
+    small += [Config(3, 160, 256, 64, normed=True, world=w, posts=True) for w in (2, 4)]
     ranks = [Config(t, 7168, 448, 768, normed=True, pitch=3584, world=8) for t in (1, 8, 64)]
+    ranks += [Config(t, 7168, 1792, 768, normed=True, pitch=3584, world=2, posts=True) for t in (1, 8)]
     return [found for config in [*small, *served, *rings, *ranks] if (found := spec(config))]

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 
 from ..device.exchange import Post
 from ..device.ptx import store_bf16
-from ..device.reduction import Reduction, Target
+from ..device.reduction import Outbox, Reduction, Target
 from ..device.skinny import Block, Rows, Smem, even_share
 from ..device.streamed import make_block
 from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
@@ -38,36 +38,41 @@ def _tail(
     norms: tuple[Static, ...],
     r: Dynamic,
     hidden: Dynamic,
-    delta: Output,
+    deltas: tuple[Output, ...],
     post: tuple[Any, ...],
     config: cutlass.Constexpr,
 ):
-    """norms: the norm's weight, or nothing. post: of one of several ranks the fields of its `Post`, or nothing."""
+    """norms: the norm's weight, or nothing. deltas: the sum, or nothing where it is the next launch's. post: of one of several
+    ranks the fields of its `Post`, or nothing."""
     shape = config.shape
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
-    first, last = even_share(config.rows, shape.tactic.groups, group)
+    first, last = even_share(config.rows, shape.tactic.groups, group, config.whole)
     norm = None if config.normed else norms[0].early()
     block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape), norm=norm)
     weight = None if config.normed else block.norm_words(0, norm)
     release_dependents()
     token = dependency_wait()
-    out = delta.after(token)
     if cutlass.const_expr(config.world > 1):
-        reduction = Reduction(config, token, Target(out), Post(*post), group, first)
+        if cutlass.const_expr(config.posts):
+            sums = Outbox(config, token, Post(*post))
+        else:
+            sums = Reduction(config, token, Target(deltas[0].after(token)), Post(*post), group, first)
         _multiply(block, config, weight, r.after(token), hidden.after(token))
-        block.reduce(reduction.emit)
-        reduction.finish()
+        block.reduce(sums.emit)
+        sums.finish()
     else:
+        out = deltas[0].after(token)
         _multiply(block, config, weight, r.after(token), hidden.after(token))
         block.reduce(lambda t, row, value, inside: store_bf16(out.iterator + (t * config.rows + row), value(0), inside))
 
 
 def bf16_tail(config: Any, up: Static, down: Static, *args: Any) -> None:
     norms, rest = ((), args) if config.normed else (args[:1], args[1:])
-    r, hidden, delta, *post, stream = rest
+    r, hidden, *rest, stream = rest
+    deltas, post = ((), rest) if config.posts else (rest[:1], rest[1:])
     tactic = config.shape.tactic
-    _tail(up, down, norms, r, hidden, delta, tuple(post), config).launch(
+    _tail(up, down, norms, r, hidden, tuple(deltas), tuple(post), config).launch(
         grid=[tactic.groups * tactic.splits, 1, 1],
         block=[tactic.threads, 1, 1],
         cluster=[tactic.splits, 1, 1] if tactic.splits > 1 else None,

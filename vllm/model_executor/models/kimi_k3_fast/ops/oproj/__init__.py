@@ -3,6 +3,7 @@
     y = bf(sum over ranks of x_r Wo_r^T)         x_r [T, K], Wo_r [D, K] of this rank; D = hidden size
     prefix = y                                   at a layer that starts a new accumulation ("write")
     prefix = bf(prefix + y)                      at the others ("add")
+    each rank's x_r Wo_r^T, to all ranks         where AttnRes behind it adds up and updates the prefix ("post")
 
 The matmul is the skinny one of `ops/skinny.py`. Each output, once summed over the block, is rounded to BF16 and sent to the
 peers' mailboxes as a pair of neighbours in one self-validating word, in one shot or two (`ops/pairs.py`); there is no flag and no
@@ -31,7 +32,8 @@ from ..skinny import Shape, Tactic, ring_tactic
 
 @dataclass(frozen=True)
 class Config(Pairs):
-    """`tokens` of this (padded) batch; `rows` x `columns` of this rank's weight; `world` ranks; `update`: "write" or "add".
+    """`tokens` of this (padded) batch; `rows` x `columns` of this rank's weight; `world` ranks; `update`: "write", "add" or
+    "post".
 
     `shots`: 1 or 2, or None for the default of the batch. `tactic`: None for the default. `bound_ns`: how long to wait for a
     peer.
@@ -47,11 +49,16 @@ class Config(Pairs):
     bound_ns: int = BOUND_NS
 
     @property
+    def posts(self) -> bool:
+        return self.update == "post"
+
+    @property
     def chosen(self) -> Tactic | Library:
         """The given tactic, the measured one, or the default. The library for one rank alone."""
         sizes = {"rows": self.rows, "columns": self.columns}
         found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
-        return found or self._unmeasured
+        found = found or self._unmeasured
+        return found if isinstance(found, Library) else self.dealt(found)
 
     @property
     def shape(self) -> Shape:
@@ -71,7 +78,8 @@ class Plan(posted.Plan):
         c = self.config
         if self.spec is None:
             return f"oproj {c.tokens}x{c.rows}x{c.columns} {c.update} alone, product by the library"
-        how = "alone" if c.world == 1 else f"{2 if c.two_shot else 1}-shot over {c.world} ranks, {self.words} words"
+        trips = "posted" if c.posts else f"{2 if c.two_shot else 1}-shot"
+        how = "alone" if c.world == 1 else f"{trips} over {c.world} ranks, {self.words} words"
         return f"oproj {c.tokens}x{c.rows}x{c.columns} {c.update} {how}, {c.shape.tactic}, {c.shape.smem_bytes} B shared"
 
 
@@ -83,10 +91,10 @@ def unavailable_reason(config: Config, arch: str) -> Refusal | None:
         problem = library.problem(config.tokens)
         problem = problem or (None if config.world == 1 else f"expected one rank for the library, found {config.world}")
     else:
-        problem = config.shape.problem() or config.shape.uncovered(config.rows)
+        problem = config.shape.problem() or config.shape.uncovered(config.rows, config.whole)
     problem = config.exchange_problem() or problem
-    if config.update not in ("write", "add"):
-        problem = f"expected update write or add, found {config.update}"
+    if config.update not in ("write", "add", "post"):
+        problem = f"expected update write, add or post, found {config.update}"
     return Refusal(Reason.OP_SHAPE, f"oproj: {problem}") if problem else None
 
 
@@ -98,8 +106,11 @@ def spec(config: Config) -> KernelSpec | None:
     params: tuple[Param, ...] = (
         Param("w", "bf16", (config.rows, config.columns), STATIC),
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
-        Param("prefix", "bf16", (config.tokens, config.rows), STATE),
     )
+    if config.posts:
+        post = posted.params(config.world)
+        return KernelSpec("bf16_oproj_posted", "oproj", config, f"{__name__}.cute:bf16_oproj_posted", (*params, *post))
+    params += (Param("prefix", "bf16", (config.tokens, config.rows), STATE),)
     if config.world == 1:
         return KernelSpec("bf16_oproj", "oproj", config, f"{__name__}.cute:bf16_oproj", params)
     name = "bf16_oproj_two_shot" if config.two_shot else "bf16_oproj_one_shot"
@@ -115,11 +126,12 @@ def run(
     plan: posted.Plan,
     y: torch.Tensor,
     weight: torch.Tensor,
-    prefix: torch.Tensor,
+    prefix: torch.Tensor | None,
     mailbox: Box | None = None,
     stream: int | None = None,
 ) -> None:
-    """y [tokens, columns] bf16, weight [rows, columns] bf16; prefix [tokens, rows] bf16 is updated in place, alike on all ranks.
+    """y [tokens, columns] bf16, weight [rows, columns] bf16; prefix [tokens, rows] bf16 is updated in place, alike on all ranks;
+    not used where the sums are only posted.
 
     Raises ValueError where the mailbox does not fit the plan.
     """
@@ -129,13 +141,16 @@ def run(
     if plan.config.world == 1:
         compiled(plan)(weight, y, prefix, stream=stream)
         return
-    compiled(plan)(weight, y, prefix, *posted.arguments(plan, mailbox), stream=stream)
+    into = () if plan.config.posts else (prefix,)
+    compiled(plan)(weight, y, *into, *posted.arguments(plan, mailbox), stream=stream)
 
 
 def specs() -> list[KernelSpec]:
     """One rank of a TP8 and the only rank of a TP1 deployment, and small ones of each kind."""
     served = [Config(t, 7168, 1536, world=8, update=u) for t in (1, 8, 64) for u in ("write", "add")]
     served += [Config(t, 7168, 12288, update=u) for t in (1, 8) for u in ("write", "add")]
+    served += [Config(t, 7168, 1536, world=2, update="post") for t in (1, 8)]
     small = [Config(3, 160, 256, world=world, shots=shots) for world, shots in ((1, None), (2, 1), (2, 2), (4, 2))]
+    small += [Config(3, 160, 256, world=world, update="post") for world in (2, 4)]
     rings = [Config(t, 7168, 1536, 8, tactic=ring_tactic(7168, (1536,), t, chunk=256)) for t in (1, 64)]
     return [found for config in [*small, *served, *rings] if (found := spec(config))]

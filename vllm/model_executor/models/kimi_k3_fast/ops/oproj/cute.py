@@ -1,4 +1,4 @@
-"""Device half of `oproj`. The sum over ranks is `ops/device/reduction.py`."""
+"""Device half of `oproj`. What goes to other ranks is `ops/device/reduction.py`'s."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device.exchange import Post
-from ..device.reduction import Item, Reduction, Target
+from ..device.reduction import Item, Outbox, Reduction, Target
 from ..device.skinny import Rows, Smem, even_share
 from ..device.streamed import make_block
 from ..order import Dynamic, Ordered, Peers, Static, dependency_wait, release_dependents
@@ -24,7 +24,7 @@ def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
     shape = config.shape
     index, _, _ = cute.arch.block_idx()
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
-    first, last = even_share(config.rows, shape.tactic.groups, group)
+    first, last = even_share(config.rows, shape.tactic.groups, group, config.whole)
     block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape))
     release_dependents()
     token = dependency_wait()
@@ -70,6 +70,20 @@ def _reduced(
     reductions[0].finish()
 
 
+@cute.kernel
+def _posted(
+    w: Static, x: Dynamic, peers: Peers, box: Dynamic, epoch: Dynamic, rank: Int32, words: Int32, config: cutlass.Constexpr
+):
+    outboxes: list[Outbox] = []
+
+    def emit_with(ready: Ordered, group: Any, first: Any) -> Any:
+        outboxes.append(Outbox(config, ready, Post(peers, box, epoch, rank, words)))
+        return outboxes[0].emit
+
+    _project(config, w, x, emit_with)
+    outboxes[0].finish()
+
+
 def _launch(kernel: Any, config: Any, stream: object) -> None:
     tactic = config.shape.tactic
     kernel.launch(
@@ -89,3 +103,8 @@ def bf16_oproj(config: Any, w: Static, x: Dynamic, prefix: Dynamic, stream: obje
 def bf16_oproj_reduced(config: Any, *args: Any) -> None:
     *tensors, stream = args
     _launch(_reduced(*tensors, config), config, stream)
+
+
+def bf16_oproj_posted(config: Any, *args: Any) -> None:
+    *tensors, stream = args
+    _launch(_posted(*tensors, config), config, stream)
