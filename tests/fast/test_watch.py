@@ -96,6 +96,26 @@ def test_a_fault_of_the_fast_side_is_named_and_does_not_reach_the_caller(step, f
     assert guard.quarantined("decode/t2")
 
 
+def test_draws_of_noise_put_the_state_back_and_keep_the_furthest(step, monkeypatch):
+    _, caches, forward, _ = step
+    monkeypatch.setattr(watch, "DRAWS", 3)
+    views = [StateView("layers.0.state", "kda_recurrent", 0, 0, caches.state)]
+    writes = WriteSet(slots={0: torch.tensor([2, 4])}, rows={})
+    state = caches.state.clone()
+    impose = lambda choices: nullcontext(({}, {}))  # noqa: E731
+    both = watch.run_both(views, writes, lambda choices: forward(0.0), lambda nudge: forward(nudge), lambda hidden: None, impose)
+    asked = []
+
+    def standard(nudge: float, draw: int) -> torch.Tensor:
+        asked.append((nudge, draw))
+        return forward(nudge * (2 - abs(draw - 2)))
+
+    found = list(watch.draws(both, views, writes, standard, lambda hidden: None, impose))
+    assert asked == [(watch.own_error(torch.float32), draw) for draw in (1, 2, 3)]
+    assert torch.equal(caches.state, state)
+    assert torch.equal(found[-1]["hidden"], forward(2 * watch.own_error(torch.float32))), "the second draw's"
+
+
 def test_a_snapshot_holds_what_the_step_read_and_nothing_else(step):
     """Slots and blocks are numbered anew; what the step overwrote is as it was before."""
     _, caches, forward, _ = step

@@ -61,7 +61,7 @@ def test_an_operator_that_is_off_by_a_hundredth_is_caught_saved_and_retired(guar
     standard = step(dtype, "whole")
 
     def rerun(fast: dict, standard: dict) -> shadow.Replay:
-        return shadow.replay(where["saved"], lambda saved: shadow.Rerun(fast, standard, standard, standard))
+        return shadow.replay(where["saved"], lambda saved: shadow.Rerun(fast, standard, standard, standard, standard))
 
     still = rerun(step(dtype, "halves", fault, row), standard)
     assert not still.within and all(d.within for d in still.reproduced)
@@ -82,6 +82,47 @@ def test_a_row_that_amplifies_its_input_gets_a_higher_bar_and_no_other_row_does(
         found = {d.name: d for d in shadow.compare(moved, standard, DEPTH, nudged)}
         assert found["logits"].within == expected
         assert expected or found["logits"].row == 1
+
+
+def drawn(*distances: float) -> list[dict[str, torch.Tensor]]:
+    """The standard side again, row 1 of its logits that far off in each."""
+    sides = [step(torch.float32, "whole") for _ in distances]
+    for side, distance in zip(sides, distances, strict=True):
+        side["logits"][1] *= 1 + distance
+    return sides
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_draw_that_misses_what_amplifies_is_followed_by_others(guard, faulty):
+    """They are asked for only until the row is within; another row's fault stays past its bar through all of them."""
+    fast, nudged = step(torch.float32, "whole"), drawn(1e-8)[0]
+    fast["logits"][1] *= 1 + 1e-4
+    if faulty:
+        fast["logits"][2] *= 1 + 1e-4
+    left = iter(drawn(1e-9, 1e-4, 1e-9))
+    draws = shadow.furthest(step(torch.float32, "whole"), left)
+    assert guard.shadow("decode/t4", fast, step(torch.float32, "whole"), dict, DEPTH, nudged, draws=draws) == (not faulty)
+    assert len(list(left)) == (0 if faulty else 1)
+    report = guard.report()
+    assert report["counters"]["shadow_drawn_steps"] == 1
+    assert report["violations"]["by_reason"] == ({"shadow_logits": 1} if faulty else {})
+    if faulty:
+        where = report["violations"]["last"][0]["where"]
+        assert where["row"] == 2
+        assert torch.equal(shadow.Step.load(where["saved"]).drawn["logits"], drawn(1e-4)[0]["logits"])
+
+
+def test_no_draw_is_asked_for_within_the_bar(guard):
+    fast, standard = step(torch.float32, "halves"), step(torch.float32, "whole")
+    assert guard.shadow("decode/t4", fast, standard, dict, DEPTH, standard, draws=map(lambda _: pytest.fail(), [0]))
+    assert "shadow_drawn_steps" not in guard.report()["counters"]
+
+
+def test_the_furthest_draw_is_kept_row_by_row():
+    standard = {"x": torch.ones(3, 2)}
+    sides = [{"x": torch.tensor([[1.0, 1], [3, 3], [2, 2]])}, {"x": torch.tensor([[0.0, 0], [2, 2], [1, 1]])}]
+    kept = [{name: tensor.tolist() for name, tensor in side.items()} for side in shadow.furthest(standard, sides)]
+    assert kept == [{"x": [[1, 1], [3, 3], [2, 2]]}, {"x": [[0, 0], [3, 3], [2, 2]]}]
 
 
 def test_the_first_tensor_past_its_bar_is_named_not_the_furthest():

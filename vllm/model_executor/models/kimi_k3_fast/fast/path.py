@@ -28,7 +28,9 @@ from .views import Backbone
 logger = logging.getLogger(__name__)
 
 Layers = Sequence[tuple[str, Any]]  # name in vLLM's metadata, and the layer that owns `kv_cache`
-Standard = Callable[[float], torch.Tensor]  # the whole step on the standard path, with noise of that relative size on its input
+# The whole step on the standard path. Two further arguments: relative size of the noise on its input, and the number of a draw of
+# such noise at every place.
+Standard = Callable[..., torch.Tensor]
 
 
 class FastPathRequired(RuntimeError):
@@ -121,7 +123,8 @@ class FastPath:
         else:
             both = self._both(planned, input_ids, tensors, standard)
             inputs = lambda: watch.snapshot(self._state, self._groups, tensors, input_ids, both)  # noqa: E731
-            watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin)
+            draws = watch.draws(both, self._state, writes, standard, self.logits, self.impose)
+            watch.shadowed(self.guard, planned.key, self._state, both, inputs, self.origin, draws)
             hidden = standard(0.0)
         close()
         return hidden
@@ -148,6 +151,12 @@ class FastPath:
         if not isinstance(decided, Plan):
             raise ValueError(f"expected a step that the fast path takes, found {'; '.join(map(str, decided))}")
         return self._both(decided, input_ids, metadata.step_tensors(step, self._groups), standard)
+
+    def drawn(self, both: watch.Both, step: Any, standard: Standard) -> dict[str, torch.Tensor]:
+        """The furthest of all draws of noise for the step of this attention metadata, after `compare`."""
+        writes = watch.write_set(metadata.step_tensors(step, self._groups), self._groups)
+        *_, last = watch.draws(both, self._state, writes, standard, self.logits, self.impose)
+        return last
 
     def outcome(self, step: Any, standard: Standard, choices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the standard path makes of the step of this attention metadata with these experts chosen, unrecorded."""

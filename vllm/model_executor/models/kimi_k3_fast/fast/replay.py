@@ -100,12 +100,13 @@ def run(step: shadow.Step) -> shadow.Rerun:
     ids = step.inputs["input_ids"]
     choices = [step.inputs[name] for name in step.inputs if name.startswith("choices.")]
 
-    def standard(nudge: float) -> torch.Tensor:
-        return model.forward_standard(ids, nudge=nudge)
+    def standard(nudge: float, draw: int = 0) -> torch.Tensor:
+        return model.forward_standard(ids, nudge=nudge, draw=draw)
 
     with torch.inference_mode(), override_forward_context(SimpleNamespace(attn_metadata=metadata)):
         both = model.fast.compare(ids, metadata, standard)
-        return shadow.Rerun(both.fast, both.standard, both.nudged, model.fast.outcome(metadata, standard, choices))
+        drawn = model.fast.drawn(both, metadata, standard)
+        return shadow.Rerun(both.fast, both.standard, both.nudged, drawn, model.fast.outcome(metadata, standard, choices))
 
 
 def _load(origin: Mapping[str, Any]) -> Any:

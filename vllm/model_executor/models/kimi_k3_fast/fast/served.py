@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.sequence import IntermediateTensors
 
@@ -46,16 +50,25 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
     ) -> torch.Tensor:
         """Token ids [T] (or embeddings [T, D]) -> hidden states [T, D] before the final norm."""
         ids = input_ids if inputs_embeds is None else None
-        return self.fast.forward(ids, lambda nudge: self.forward_standard(input_ids, inputs_embeds, nudge))
+        return self.fast.forward(ids, lambda *noise: self.forward_standard(input_ids, inputs_embeds, *noise))
 
     def forward_standard(
-        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None, nudge: float = 0.0
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None, nudge: float = 0.0, draw: int = 0
     ) -> torch.Tensor:
-        """The same on the standard path, whatever was planned; `nudge`: relative size of noise on the embeddings, alike on all
-        ranks."""
+        """The same on the standard path, whatever was planned. nudge: relative size of noise on the embeddings, alike on all
+        ranks; with a draw's number, which seeds it, also on what each attention and MLP gives."""
         assert input_ids is not None or inputs_embeds is not None
         embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         if nudge:
-            noise = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(0))
-            embedded = (embedded * (1 + nudge * noise)).to(embedded.dtype)
+            generator = torch.Generator().manual_seed(draw)
+
+            def noisy(module: nn.Module | None, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+                return (output * (1 + nudge * torch.randn(output.shape, generator=generator))).to(output.dtype)
+
+            embedded = noisy(None, None, embedded)
+            places = [place for layer in self.model.layers for place in (layer.self_attn, layer.mlp)] if draw else []
+            with ExitStack() as stack:
+                for place in places:
+                    stack.callback(place.register_forward_hook(noisy).remove)
+                return self.model(embedded)
         return self.model(embedded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..guard import Guard, StateView, WriteSet
-from ..guard.shadow import own_error
+from ..guard.shadow import DRAWS, furthest, own_error
 from .executor import StateSlots, StepTensors
 from .views import Backbone, Kda
 
@@ -91,6 +91,29 @@ def run_both(
     return Both(before, choices, found, *sides)
 
 
+def draws(
+    both: Both,
+    views: Sequence[StateView],
+    writes: WriteSet,
+    standard: Callable[[float, int], torch.Tensor],
+    logits: Callable[[torch.Tensor], torch.Tensor | None],
+    impose: Impose,
+) -> Iterator[Tensors]:
+    """What the standard side comes to behind the same choices with noise at every place: the furthest of the draws so far.
+
+    standard: given the relative size of the noise and the number of the draw. The state is put back after each.
+    """
+
+    def one(draw: int) -> Tensors:
+        with impose(both.choices) as (_, own):
+            hidden = standard(own_error(both.standard["hidden"].dtype), draw)
+        moved = outcome(hidden, views, writes, logits) | own
+        put_back(views, writes, both.before)
+        return moved
+
+    return furthest(both.standard, map(one, range(1, DRAWS + 1)))
+
+
 def shadowed(
     guard: Guard,
     plan_key: str,
@@ -98,11 +121,12 @@ def shadowed(
     both: Both,
     inputs: Callable[[], Tensors],
     origin: Mapping[str, Any],
+    draws: Iterable[Tensors] = (),
 ) -> bool:
     """Let the guard compare the two sides. True if they agree."""
     last = 1 + max(view.layer for view in views)
     depth = {name: int(name.split(".")[1]) if name.startswith("layers.") else last for name in both.fast}
-    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, both.nudged, origin, together=True)
+    return guard.shadow(plan_key, both.fast, both.standard, inputs, depth, both.nudged, origin, together=True, draws=draws)
 
 
 def snapshot(

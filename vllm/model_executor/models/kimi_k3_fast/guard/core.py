@@ -286,24 +286,37 @@ class Guard:
         nudged: Mapping[str, torch.Tensor] | None = None,
         origin: Mapping[str, Any] | None = None,
         together: bool = False,
+        draws: Iterable[Mapping[str, torch.Tensor]] = (),
     ) -> bool:
         """Compare a fast step with the standard path: tensors [rows, ...] by name, `logits` (or hidden states) and every state
         written. Past the bar: a violation that names the first tensor past it, where the fault begins, and the step is saved for
         `k3fast replay-step` with what `inputs` returns (asked only then, since it may be large) and `origin`, plain values that
         name the model. True if all stay within. `nudged`: see `shadow.compare`. `together`: every rank calls this for the same
-        step; what one of them finds, all save their part of."""
+        step; what one of them finds, all save their part of. `draws`: what the standard path comes to with noise at every place,
+        furthest first to last; asked, by all ranks alike, while the step is past the bar."""
         from .shadow import Step, compare, first_past, folder_for
 
         self.count("shadow_steps")
-        found = compare(fast, standard, depth, nudged)
+        drawn: Mapping[str, torch.Tensor] = {}
+        spread = iter(draws)
+        while True:
+            found = compare(fast, standard, depth, nudged, drawn)
+            first = first_past(found, depth)
+            differs = first is not None
+            past = self.agreement.any(differs) if together else differs
+            more = next(spread, None) if past else None
+            if more is None:
+                break
+            if not drawn:
+                self.count("shadow_drawn_steps")
+            drawn = more
         self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
-        first = first_past(found, depth)
-        differs = first is not None
-        if not (self.agreement.any(differs) if together else differs):
+        if not past:
             return True
         saved = None
         try:
             sides = {"inputs": dict(inputs()), "fast": dict(fast), "standard": dict(standard), "nudged": dict(nudged or standard)}
+            sides["drawn"] = dict(drawn)
             step = Step(
                 plan_key, self.step, **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=dict(origin or {})
             )

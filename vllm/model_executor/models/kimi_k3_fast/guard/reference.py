@@ -25,6 +25,7 @@ COUNTERS = {
     "slots_freed": "slots that nobody holds any more",
     "audited_steps": "steps whose state outside the write-set was compared by digest",
     "shadow_steps": "fast steps that were compared with the standard path",
+    "shadow_drawn_steps": "shadow steps past their bar, judged once more by what noise at every place moves",
     "shadow_files_lost": "saved steps that the disk refused",
     "agreement_checks": "comparisons of the ranks' decisions",
     "require_failed_steps": "decode steps whose requests mode `require` ended",
@@ -53,9 +54,10 @@ plan key, real and padded rows; a step on the standard path carries every reason
 * `shadow: {{"every": N}}`: every N-th fast step runs on the standard path as well, behind the fast path's choice of experts,
   and is compared: logits, every state written, and the scores of that choice. The bar is the dtype's own error, higher for
   a request whose numbers move further than that when its input is changed by one rounding. The step's result is then the
-  standard path's; it costs one fast and three standard steps. Past the bar the step is saved, and `k3fast replay-step FILE`
-  loads the model and runs it again on both paths; of a tensor-parallel step every rank saves its part, and the command takes
-  the files of all ranks.
+  standard path's; it costs one fast and three standard steps. A step past its bar is judged once more by how far up to
+  sixteen standard steps with a rounding at every place move, one after the other. Still past it, it is saved, and
+  `k3fast replay-step FILE` loads the model and runs it again on both paths; of a tensor-parallel step every rank saves its
+  part, and the command takes the files of all ranks.
 * `events: {{"path": FILE, "max_mib": 64, "keep": 3}}`: JSON lines, one file for each rank (`FILE` gets the rank's name
   before its suffix). Every number of the report follows from them, but for `events`, which tells of the file itself; a rotated
   file begins with the sum of those before it. A full disk is counted (`events.lost`, `events.write_errors`), never waited

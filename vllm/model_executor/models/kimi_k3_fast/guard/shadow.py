@@ -4,6 +4,8 @@ The bar is PyTorch's own error in the tensor's dtype. Each matrix product rounds
 against float64 on the same rounded inputs. A tensor behind n such roundings may differ between two correct implementations by
 the square root of n as much, times a margin. Some requests amplify what they are given (a near-cancellation, a steep gate): the
 standard path run once more with its input changed by one such rounding shows by how much, row by row, and lifts the bar there.
+One draw of that noise may miss what amplifies: where a near-tie hangs on a single number, chance makes a draw small, and some
+places feel no noise on the input. So a step past its bar gets up to `DRAWS` more, each with a rounding at every place.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ import torch
 SCHEMA = 1
 MARGIN = 3.0
 NUDGES = 2.0  # a step's roundings at all places, in nudges of its input: measured 2.0 (fp32) and 1.4 (bfloat16) at most
+DRAWS = 16  # in a step of the trained checkpoint one of twelve moved as far as the fast path's result was off
 ROUNDINGS_PER_LAYER = 4  # projection, recurrence or attention, output, feed-forward
 KEPT_FILES = 8
 
@@ -62,11 +65,13 @@ class Difference:
         return self.name.rpartition(".")[2]
 
 
-def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: Tensors | None = None) -> list[Difference]:
+def compare(
+    fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: Tensors | None = None, drawn: Tensors | None = None
+) -> list[Difference]:
     """Every named tensor [rows, ...], row by row: a fault in one request must not drown in the others.
 
-    depth: layers before the tensor (0: none). nudged: the standard side again from an input that `own_error` was added to.
-    Raises ValueError unless both sides hold the same names and shapes.
+    depth: layers before the tensor (0: none). nudged: the standard side again from an input that `own_error` was added to; drawn:
+    with that error at every place. Raises ValueError unless both sides hold the same names and shapes.
     """
     if set(fast) != set(standard):
         raise ValueError(f"shadow: fast and standard hold different tensors: {sorted(set(fast) ^ set(standard))}")
@@ -81,10 +86,25 @@ def compare(fast: Tensors, standard: Tensors, depth: Mapping[str, int], nudged: 
         own = own_error(_computed_in(ours.dtype, fast))
         expected = own * math.sqrt(1 + ROUNDINGS_PER_LAYER * depth.get(name, 0))
         amplified = _distances(nudged[name], theirs) if nudged else [0.0] * len(distances)
-        bars = [MARGIN * max(expected, NUDGES * a) for a in amplified]
+        moved = _distances(drawn[name], theirs) if drawn else [0.0] * len(distances)
+        bars = [MARGIN * max(expected, NUDGES * a, m) for a, m in zip(amplified, moved, strict=True)]
         row = max(range(len(distances)), key=lambda i: distances[i] / bars[i], default=None)
         found.append(Difference(name, distances[row], bars[row], row) if row is not None else Difference(name, 0.0, expected, 0))
     return found
+
+
+def furthest(standard: Tensors, sides: Iterable[Tensors]) -> Iterator[dict[str, torch.Tensor]]:
+    """After each of the sides: of every row of every tensor the one among them so far that is furthest from `standard`."""
+    kept: dict[str, torch.Tensor] = {}
+    for side in sides:
+        for name, tensor in side.items():
+            if name not in kept:
+                kept[name] = tensor.clone()
+                continue
+            further = [new > old for new, old in zip(*(_distances(t, standard[name]) for t in (tensor, kept[name])), strict=True)]
+            rows = torch.tensor(further, device=tensor.device)
+            kept[name][rows] = tensor[rows]
+        yield kept
 
 
 def first_past(found: Sequence[Difference], depth: Mapping[str, int]) -> Difference | None:
@@ -127,6 +147,7 @@ class Step:
     depth: dict[str, int]
     settings: dict[str, Any]
     origin: dict[str, Any]
+    drawn: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def save(self, folder: Path) -> Path | None:
         """Write it as plain tensors; None once enough steps of this process are kept."""
@@ -136,7 +157,7 @@ class Step:
             return None
         sides = {
             side: {name: tensor.detach().to("cpu").clone() for name, tensor in getattr(self, side).items()}
-            for side in ("inputs", "fast", "standard", "nudged")
+            for side in ("inputs", "fast", "standard", "nudged", "drawn")
         }
         torch.save({"schema": SCHEMA, **{**asdict_shallow(self), **sides}}, path)
         return path
@@ -180,6 +201,7 @@ class Rerun(NamedTuple):
     fast: Tensors
     standard: Tensors
     nudged: Tensors
+    drawn: Tensors
     reproduced: Tensors
 
 
@@ -188,9 +210,9 @@ def replay(path: Path, run: Callable[[Step], Rerun]) -> Replay:
     step = Step.load(path)
     now = run(step)
     return Replay(
-        compare(step.fast, step.standard, step.depth, step.nudged),
-        compare(now.fast, now.standard, step.depth, now.nudged),
-        compare(now.reproduced, step.standard, step.depth, step.nudged),
+        compare(step.fast, step.standard, step.depth, step.nudged, step.drawn),
+        compare(now.fast, now.standard, step.depth, now.nudged, now.drawn),
+        compare(now.reproduced, step.standard, step.depth, step.nudged, step.drawn),
     )
 
 
