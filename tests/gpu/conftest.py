@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]  # for `slices` and `rank_slice`
+TESTS = Path(__file__).parents[1]
+# for `slices`, for `asking` and `load_clients`, for `rank_slice`
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "server"), str(TESTS.parent / "benchmarks")]
 
 SIZES = (1, 2, 4, 8)
 ENGINE, SERVERS = "llm", ("stock_server", "mailbox_server", "load_server")

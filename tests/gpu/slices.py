@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -127,29 +125,6 @@ def rpc(url: str, method: str, *args: str) -> list[Any]:
         return json.load(answer)["results"]
 
 
-def get(url: str, timeout: float = 30.0) -> tuple[int, str]:
-    """Status and body of a GET; status 0 where nobody answers."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-    except (urllib.error.URLError, OSError) as error:
-        return 0, str(error)
-
-
-def report(url: str) -> dict[str, Any]:
-    status, body = get(f"{url}/k3fast/report")
-    assert status == 200, body
-    return json.loads(body)
-
-
-def metric(url: str, name: str) -> float:
-    """The sum of a series over its labels."""
-    lines = get(f"{url}/metrics")[1].splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ", name + "_total{")))
-
-
 def gpu_memory() -> list[int]:
     """MiB in use on each GPU, by whoever."""
     text = subprocess.run(
@@ -161,12 +136,3 @@ def gpu_memory() -> list[int]:
 def workers(url: str) -> list[int]:
     """Process ids of the server's tensor-parallel workers, by rank."""
     return [int(pid) for pid in rpc(url, "k3_pid")]
-
-
-def wait_for(what: str, seconds: float, true: Any) -> float:
-    """Seconds until `true()`. Fails after `seconds`."""
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < seconds, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.25)
-    return time.monotonic() - began

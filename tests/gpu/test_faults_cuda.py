@@ -20,7 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from slices import NAME, get, report, rpc, wait_for, workers
+from asking import get, report, wait_for
+from slices import NAME, rpc, workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

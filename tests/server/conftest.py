@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# for `asking` and `load_clients`, for `cpu_decode`
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
 
 MODEL = "tiny-k3"
 MAX_MODEL_LEN = 512
