@@ -138,6 +138,56 @@ def test_another_result_than_stocks_is_found(spoil: Callable, reason: str) -> No
     assert set(found(guard)) == {reason}
 
 
+@pytest.mark.parametrize("draws", [1, 3])
+def test_what_one_draw_of_noise_misses_another_may_show(draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state hangs on which side of a threshold a number falls: stock's third draw falls on the fast side's. The step stays
+    stock's, and a draw more is no leave for other rows."""
+    monkeypatch.setattr(cuda_shadow, "DRAWS", draws)
+    for factor, wanted in ((1.5, {} if draws == 3 else {"shadow_state": 1}), (2.5, {"shadow_state": 1})):
+        pool, once, runs = Pool(), Pool(), []
+
+        def stock(pool: Pool = pool, runs: list[int] = runs) -> None:
+            runs.append(len(runs))
+            pool.step()
+            if len(runs) == 1 + 3:
+                pool.state[2] *= 1.5
+
+        graph, guard = pool.watch(
+            lambda pool=pool, factor=factor: (pool.step(), pool.state[2].mul_(factor)), stock, shadow_every=1
+        )
+        graph.replay()
+        once.step()
+        assert found(guard) == wanted and len(runs) == 1 + draws
+        assert guard.report()["counters"]["shadow_drawn_steps"] == 1
+        assert torch.equal(pool.state, once.state) and torch.equal(pool.hidden, once.hidden)
+
+
+def test_ranks_draw_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's graphs hold collectives: what one rank finds, all replay as often for. The fault is that rank's alone."""
+    monkeypatch.setattr(cuda_shadow, "DRAWS", 3)
+    meeting, runs, guards = cuda_fakes.Meeting(2), [0, 0], []
+
+    def rank(r: int) -> None:
+        pool = Pool()
+
+        def stock() -> None:
+            runs[r] += 1
+            pool.step()
+
+        graph, guard = pool.watch(lambda: (pool.step(), pool.state[2].mul_(1.5 if r else 1.0)), stock, shadow_every=1)
+        together = meeting.reduce(r)  # how many found something
+        guard.bind_ranks(r, 2, lambda mine: [[int(together(torch.tensor(float(mine[0]))))]])
+        graph.replay()
+        guards.append(guard)
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert runs == [1 + 3, 1 + 3] and sorted(map(len, map(found, guards))) == [0, 1]
+
+
 def test_what_stocks_padded_rows_write_is_not_compared_and_no_leave_to_write() -> None:
     pool = Pool()
     graph, guard = pool.watch(pool.step, pool.padded_step, audit_every=1, shadow_every=1)
@@ -327,11 +377,13 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sides]:
 def test_a_near_tie_that_falls_either_way_is_no_deviation(sides: Callable[..., Sides]) -> None:
     both = sides()
     both.watch()
-    assert both.replay() == {}
+    choices = both.manager.graphs[Descriptor(4)].watch.choices
+    scores: list[Any] = []
+    with mock.patch.object(choices, "judged", lambda rows: scores.append(Choices.judged(choices, rows)) or scores[-1]):
+        assert both.replay() == {}
     assert both.third in both.chosen(both.fast) and both.chosen(both.fast) == both.chosen(both.stock)
     assert 0 < both.guard.report()["gauges"]["shadow_worst_ratio"] < 1
-    judged = both.manager.graphs[Descriptor(4)].watch.choices.judged(torch.tensor([True, True, False, False]))
-    lower, own = (scores[f"layers.{TIED}.choice"][0, 1] for scores in judged)
+    lower, own = (side[f"layers.{TIED}.choice"][0, 1] for side in scores[0])  # the first are of the step, the others of draws
     assert own - lower == pytest.approx(1e-4, rel=0.2), "what stock would have taken itself is still known"
 
 

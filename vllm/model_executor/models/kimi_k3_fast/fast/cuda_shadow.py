@@ -7,9 +7,11 @@ the caches, runs the fast graph, puts the caches back and runs stock's.
 audit: a state slot or cache row that the fast graph changed and stock's did not is written outside the step's write-set.
 shadow: stock runs behind the fast side's choice of experts (see `cuda_choices`). Hidden states of the real rows, and every state
 and row that stock wrote, are compared by relative distance; the bar is what stock itself moves by behind the same choices when
-all its caches are changed by one BF16 rounding, and a multiple of it. The choices are compared as on CPUs, by stock's scores of
-the experts that it was made to take and of those it would have taken. The shadowed step's result is then stock's, behind these
-experts. Whole caches are copied: for tests and for hunting a fault, on servers with small ones.
+all its caches are changed by one BF16 rounding, and a multiple of it. One draw of that noise may miss what amplifies, so a step
+past its bar gets up to `DRAWS` in all, on every rank, and each tensor the widest bar that one of them gave. The choices are
+compared as on CPUs, by stock's scores of the experts that it was made to take and of those it would have taken. The shadowed
+step's result is then stock's, behind these experts. Whole caches are copied: for tests and for hunting a fault, on servers with
+small ones.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from .cuda_path import CudaPath
 
 TIMES = 8.0  # of what stock moves by
 LEAST, MOST = TIMES * 2.0**-8, 0.7  # of the bar: BF16's own rounding; unrelated vectors are 1.4 apart
+DRAWS = 8
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -83,6 +86,26 @@ class Checked:
             self.fast.replay()
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """On one tensor of a step: the relative distance of its furthest row, and the bar."""
+
+    name: str
+    reason: Reason
+    row: int
+    distance: float
+    bar: float
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 it is a violation."""
+        return self.distance / self.bar
+
+    @property
+    def detail(self) -> str:
+        return f"relative distance {self.distance:.3g}, bar {self.bar:.3g}"
+
+
 class Watch:
     """The checks of one rank's decode graphs. hidden: the runner's output buffer [tokens, D]. choices: that stock's graphs were
     captured behind; None: behind their own, which the audit does not mind."""
@@ -128,16 +151,17 @@ class Watch:
             return self.choices.judged(rows) if shadow and self.choices is not None else ({}, {})
 
         fast = copied(run(graph.fast.replay))
-        nudged = (*copied(run(graph.stock.replay, nudge=True)), judged()) if shadow else None
-        stock = run(graph.stock.replay), memory, judged()
+        hidden = run(graph.stock.replay)
+        stock = copied(hidden) if shadow else (hidden, memory)
         if audit:
             self._audit(graph, memory, before, fast[1], stock[1])
-        if nudged is not None:
-            self._shadow(graph, rows, memory, before, fast, stock, nudged)
-        else:  # the fast step is the step
-            self.hidden()[: graph.tokens] = fast[0]
-            for raw, new in zip(memory, fast[1], strict=True):
-                raw.copy_(new)
+        if shadow:
+            sides = (before, fast, (*stock, judged()))
+            self._shadow(graph, rows, memory, *sides, lambda: (run(graph.stock.replay, nudge=True), memory, judged()))
+        hidden, left = stock if shadow else fast  # which of the two is the step
+        self.hidden()[: graph.tokens] = hidden
+        for raw, new in zip(memory, left, strict=True):
+            raw.copy_(new)
 
     def _audit(self, graph: Checked, memory: Any, before: Any, fast: Any, stock: Any) -> None:
         self.guard.count("audited_steps")
@@ -151,47 +175,47 @@ class Watch:
                 where = {"plan_key": graph.plan, "tensor": name, "slot": place[0], "row": place[-1]}
                 self.guard.violation(reason, where, f"{name}: not this step's to write ({len(outside)} such places)")
 
-    def _shadow(self, graph: Checked, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any) -> None:
+    def _shadow(
+        self, graph: Checked, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, draw: Callable[[], Any]
+    ) -> None:
+        """draw: stock's step once more, its caches changed by a rounding; what it gives is good until the next one."""
         self.guard.count("shadow_steps")
+        found: dict[str, Verdict] = {}
+        for drawn in range(DRAWS):
+            for verdict in self._verdicts(rows, memory, before, fast, stock, draw()):
+                found[verdict.name] = min(verdict, found.get(verdict.name, verdict), key=lambda v: v.ratio)
+            # A collective, as stock's step is one: ranks draw together.
+            if not self.guard.agreement.any(any(not verdict.ratio <= 1 for verdict in found.values())):
+                break
+            if not drawn:
+                self.guard.count("shadow_drawn_steps")
+        for verdict in found.values():
+            if not verdict.ratio <= 1:
+                where = {"plan_key": graph.plan, "tensor": verdict.name, "row": verdict.row}
+                self.guard.violation(verdict.reason, where, f"{verdict.name}: {verdict.detail}")
+        self.guard.peak("shadow_worst_ratio", max(verdict.ratio for verdict in found.values()))
+
+    def _verdicts(self, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any) -> Iterator[Verdict]:
+        """Of all that a step gives, against one draw of noise."""
         sides = [side[0][rows] for side in (fast, stock, nudged)]
-        worst = max(
-            self._judge(graph, "hidden", Reason.SHADOW_LOGITS, *sides), self._judge_choices(graph, sides, stock[2], nudged[2])
-        )
+        yield _verdict("hidden", Reason.SHADOW_LOGITS, *sides)
+        yield from self._of_choices(sides, stock[2], nudged[2])
         for name, tensor, whole in self._views():
             wrote = _own(_seen(memory, before, tensor), _seen(memory, stock[1], tensor), whole)
             if wrote.any():
                 values = [_seen(memory, side[1], tensor, bits=False)[wrote] for side in (fast, stock, nudged)]
-                worst = max(worst, self._judge(graph, name, Reason.SHADOW_STATE, *values))
-        self.guard.peak("shadow_worst_ratio", worst)
+                yield _verdict(name, Reason.SHADOW_STATE, *values)
 
-    def _judge(
-        self, graph: Checked, name: str, reason: Reason, fast: torch.Tensor, stock: torch.Tensor, nudged: torch.Tensor
-    ) -> float:
-        """The largest distance over the bar; above 1 it is a violation."""
-        bar = min(MOST, max(LEAST, TIMES * float(_distance(nudged, stock).nan_to_num(0.0).max())))
-        found = _distance(fast, stock)
-        row = int(found.argmax())
-        ratio = float(found[row]) / bar
-        if not ratio <= 1:
-            where = {"plan_key": graph.plan, "tensor": name, "row": row}
-            self.guard.violation(reason, where, f"{name}: relative distance {float(found[row]):.3g}, bar {bar:.3g}")
-        return ratio
-
-    def _judge_choices(self, graph: Checked, hidden: list[torch.Tensor], stock: Judged, nudged: Judged) -> float:
-        """The same for the choices of experts, by the guard's own judgement. It takes the step's dtype from all that it is shown,
-        and scores are fp32 in a BF16 step: the hidden states go along, judged above."""
+    def _of_choices(self, hidden: list[torch.Tensor], stock: Judged, nudged: Judged) -> Iterator[Verdict]:
+        """The choices of experts, by the guard's own judgement. It takes the step's dtype from all that it is shown, and scores
+        are fp32 in a BF16 step: the hidden states go along, judged apart."""
         if self.choices is None:
-            return 0.0
+            return
         scores = zip(hidden, (stock[0], stock[1], nudged[1]), strict=True)
         fast, standard, moved = ({"hidden": states, **found} for states, found in scores)
-        found = [d for d in compare(fast, standard, self.choices.depth, moved) if d.name != "hidden"]
-        for d in found:
-            if not d.within:
-                where = {"plan_key": graph.plan, "tensor": d.name, "row": d.row}
-                self.guard.violation(
-                    Reason.SHADOW_CHOICE, where, f"{d.name}: relative distance {d.distance:.3g}, bar {d.bar:.3g}"
-                )
-        return max((d.distance / d.bar for d in found), default=0.0)
+        for d in compare(fast, standard, self.choices.depth, moved):
+            if d.name != "hidden":
+                yield Verdict(d.name, Reason.SHADOW_CHOICE, d.row, d.distance, d.bar)
 
     def _views(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name, tensor, whether a slot is written as a whole) of every cache that a step writes."""
@@ -253,6 +277,13 @@ def _nudge(raw: torch.Tensor, piece: int = 1 << 26) -> None:
     for values in raw.view(torch.bfloat16).split(piece):
         sign = torch.randint(-1, 2, values.shape, dtype=torch.int8, device=raw.device).to(torch.bfloat16)
         values.addcmul_(values, sign, value=2.0**-8)
+
+
+def _verdict(name: str, reason: Reason, fast: torch.Tensor, stock: torch.Tensor, nudged: torch.Tensor) -> Verdict:
+    bar = min(MOST, max(LEAST, TIMES * float(_distance(nudged, stock).nan_to_num(0.0).max())))
+    found = _distance(fast, stock)
+    row = int(found.argmax())
+    return Verdict(name, reason, row, float(found[row]), bar)
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
