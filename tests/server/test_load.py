@@ -27,7 +27,7 @@ SECONDS = float(os.environ.get("K3FAST_LOAD_SECONDS", "12"))
 RESULT = os.environ.get("K3FAST_LOAD_RESULT", "")
 LONG = SECONDS >= 60
 CLIENTS, WARM, GROWN_MIB = (64, 60.0, 64) if LONG else (12, 5.0, 512)
-BLOCKS = 150 if LONG else 28  # of the cache: so many requests need more
+BLOCKS = 110 if LONG else 28  # of the cache: so many requests need more
 BUDGET = 256  # tokens of a step
 SETTINGS = {"mode": "require", "policy": "report", "audit": {"every": 8}, "shadow": {"every": 16}}
 RETRIEVAL = [
