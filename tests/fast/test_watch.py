@@ -111,9 +111,10 @@ def test_draws_of_noise_put_the_state_back_and_keep_the_furthest(step, monkeypat
         return forward(nudge * (2 - abs(draw - 2)))
 
     found = list(watch.draws(both, views, writes, standard, lambda hidden: None, impose))
-    assert asked == [(watch.own_error(torch.float32), draw) for draw in (1, 2, 3)]
+    noise = watch.NUDGES * watch.own_error(torch.float32)
+    assert asked == [(noise, draw) for draw in (1, 2, 3)]
     assert torch.equal(caches.state, state)
-    assert torch.equal(found[-1]["hidden"], forward(2 * watch.own_error(torch.float32))), "the second draw's"
+    assert torch.equal(found[-1]["hidden"], forward(2 * noise)), "the second draw's"
 
 
 def test_a_snapshot_holds_what_the_step_read_and_nothing_else(step):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..guard import Guard, StateView, WriteSet
-from ..guard.shadow import DRAWS, furthest, own_error
+from ..guard.shadow import DRAWS, NUDGES, furthest, own_error
 from .executor import StateSlots, StepTensors
 from .views import Backbone, Kda
 
@@ -106,7 +106,7 @@ def draws(
 
     def one(draw: int) -> Tensors:
         with impose(both.choices) as (_, own):
-            hidden = standard(own_error(both.standard["hidden"].dtype), draw)
+            hidden = standard(NUDGES * own_error(both.standard["hidden"].dtype), draw)
         moved = outcome(hidden, views, writes, logits) | own
         put_back(views, writes, both.before)
         return moved

@@ -5,7 +5,7 @@ against float64 on the same rounded inputs. A tensor behind n such roundings may
 the square root of n as much, times a margin. Some requests amplify what they are given (a near-cancellation, a steep gate): the
 standard path run once more with its input changed by one such rounding shows by how much, row by row, and lifts the bar there.
 One draw of that noise may miss what amplifies: where a near-tie hangs on a single number, chance makes a draw small, and some
-places feel no noise on the input. So a step past its bar gets up to `DRAWS` more, each with a rounding at every place.
+places feel no noise on the input. So a step past its bar gets up to `DRAWS` more, with `NUDGES` roundings at every place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 SCHEMA = 1
 MARGIN = 3.0
 NUDGES = 2.0  # a step's roundings at all places, in nudges of its input: measured 2.0 (fp32) and 1.4 (bfloat16) at most
-DRAWS = 16  # in a step of the trained checkpoint one of twelve moved as far as the fast path's result was off
+DRAWS = 32  # of the trained checkpoint's five steps past their bars each was within behind one draw of five, or more
 ROUNDINGS_PER_LAYER = 4  # projection, recurrence or attention, output, feed-forward
 KEPT_FILES = 8
 
@@ -71,7 +71,7 @@ def compare(
     """Every named tensor [rows, ...], row by row: a fault in one request must not drown in the others.
 
     depth: layers before the tensor (0: none). nudged: the standard side again from an input that `own_error` was added to; drawn:
-    with that error at every place. Raises ValueError unless both sides hold the same names and shapes.
+    with `NUDGES` of it at every place. Raises ValueError unless both sides hold the same names and shapes.
     """
     if set(fast) != set(standard):
         raise ValueError(f"shadow: fast and standard hold different tensors: {sorted(set(fast) ^ set(standard))}")
