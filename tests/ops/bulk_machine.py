@@ -31,7 +31,9 @@ class BulkLaunch(Launch):
 
             def arrive(warp: Warp, mask: Array) -> None:
                 for lane in np.flatnonzero(mask):
-                    barrier = warp.block.barriers[int(where(warp)[lane])]
+                    who = warp.threads[lane : lane + 1]
+                    barrier = warp.block.barrier(int(where(warp)[lane]), who, text)
+                    barrier.tell(warp.clocks.release(who))
                     barrier.missing -= 1
                     barrier.settle()
 
@@ -57,12 +59,17 @@ class BulkLaunch(Launch):
         def copy(warp: Warp, mask: Array) -> None:
             lanes = np.flatnonzero(mask)
             to, where, at, sizes = (np.broadcast_to(f(warp), LANES) for f in (target, source, barrier, size))
-            for lane in lanes:
+            numbers = warp.clocks.copy(warp.threads[lanes])
+            for lane, number in zip(lanes, numbers, strict=True):
                 count = int(sizes[lane])
                 assert count % 16 == 0 and to[lane] % 16 == 0 and where[lane] % 16 == 0, f"misaligned copy: {text}"
                 self.memory.at(where[lane] + 16 * np.arange(count // 16), 16, text)
                 waiting = vars(warp.block).setdefault("copies", {}).setdefault(int(at[lane]), [])
-                waiting.append((int(to[lane]), int(where[lane]) - BASE, count))
+                places, who = (int(to[lane]) + np.arange(0, count, 2))[None] // 2, warp.threads[lane : lane + 1]
+                warp.block.touched.write(who, places, text, np.array([number]))
+                warp.block.barrier(int(at[lane]), who, text)
+                told = warp.clocks.copied(int(warp.threads[lane]), int(number))
+                waiting.append((int(to[lane]), int(where[lane]) - BASE, count, told))
                 if self.chance.random() < 0.5:
                     self._land(warp, int(at[lane]))
 
@@ -70,11 +77,12 @@ class BulkLaunch(Launch):
 
     def _land(self, warp: Warp, at: int) -> None:
         waiting = vars(warp.block).get("copies", {}).get(at, [])
-        barrier = warp.block.barriers[at]
         while waiting:
-            to, source, size = waiting.pop()
+            barrier = warp.block.barriers[at]
+            to, source, size, told = waiting.pop()
             warp.block.shared[to : to + size] = self.memory.bytes[source : source + size]
             barrier.bytes -= size
+            barrier.tell(told)
             barrier.settle()
 
     def _landing(self, test: Step, operands: list[str], scopes: Any) -> Step:
@@ -94,18 +102,21 @@ class BulkLaunch(Launch):
             rooms = vars(warp.block).setdefault("rooms", {})
             for room in np.unique(np.broadcast_to(number(warp), LANES)[mask]):
                 here = mask & (np.broadcast_to(number(warp), LANES) == room)
-                state = rooms.setdefault(int(room), {"arrived": 0, "over": 0, "since": {}})
+                nothing = np.zeros(2 * warp.clocks.threads, dtype=np.int32)
+                state = rooms.setdefault(int(room), {"arrived": 0, "over": 0, "since": {}, "told": nothing, "known": nothing})
                 for lane in np.flatnonzero(here):
                     key = (warp.number, int(lane))
                     if key not in state["since"]:
                         state["since"][key] = state["over"]
                         state["arrived"] += 1
+                        state["told"] = np.maximum(state["told"], warp.clocks.release(warp.threads[lane : lane + 1]))
                 if state["arrived"] == int(np.broadcast_to(threads(warp), LANES)[0]):
-                    state["arrived"], state["over"] = 0, state["over"] + 1
+                    state["arrived"], state["over"], state["known"] = 0, state["over"] + 1, state["told"]
                 for lane in np.flatnonzero(here):
                     key = (warp.number, int(lane))
                     if state["since"][key] < state["over"]:
                         del state["since"][key]
+                        warp.clocks.acquire(warp.threads[lane : lane + 1], state["known"])
                     else:
                         warp.pc[lane] -= 1
                         warp.status[lane] = POLL
@@ -125,6 +136,8 @@ class BulkLaunch(Launch):
                 at = np.broadcast_to(address(warp), LANES)[lane]
                 if shared:
                     space, index = warp.block.shared, int(at) + np.arange(4)
+                    who = warp.threads[lane : lane + 1]
+                    warp.block.touched.write(who, index[None, ::2] // 2, text, atomic=True)
                 else:
                     space, index = self.memory.bytes, self.memory.at(np.array([at]), 4, text)[0]
                 old[lane] = space[index].copy().view(np.uint32)[0]
@@ -142,6 +155,7 @@ class BulkLaunch(Launch):
 
         def step(warp: Warp, mask: Array) -> None:
             assert mask.all(), f"{name} wants a whole warp"
+            warp.clocks.meet(warp.threads)
             found = np.broadcast_to(value(warp), LANES)
             result = (found.astype(np.uint64) << LANE.astype(np.uint64)).sum() if ballot else reduce.reduce(found)
             warp.write(target, np.full(LANES, result, dtype=np.uint32), mask)
@@ -154,6 +168,7 @@ class BulkLaunch(Launch):
 
         def step(warp: Warp, mask: Array) -> None:
             assert mask.all(), "a shuffle wants a whole warp"
+            warp.clocks.meet(warp.threads)
             at = LANE - np.broadcast_to(by(warp), LANES).astype(np.int64)
             warp.write(target, np.broadcast_to(value(warp), LANES)[np.where(at >= 0, at, LANE)], mask)
 

@@ -2,9 +2,10 @@
 
 It executes what the compiler wrote, warp by warp in a random order, in bursts of random length, so that a missing barrier shows
 as wrong numbers in some order. Copies into shared memory land as late as they may: when the thread waits for their group. Shared
-memory starts as NaN; every access to global memory must lie inside a tensor that was passed, and be aligned. Sums of the tensor
-core are taken in FP64. It knows the instructions that the kernels tested here use, and raises on any other. It is no model of
-time, of caches or of the weak memory order.
+memory starts as NaN; accesses of it that nothing orders are an error, whatever the order of warps was (`races.py`). Every access
+to global memory must lie inside a tensor that was passed, and be aligned. Sums of the tensor core are taken in FP64. It knows the
+instructions that the kernels tested here use, and raises on any other. It is no model of time, of caches or of the weak memory
+order.
 
     run(spec, {"x": x, "w": w, "y": y}, grid=(blocks,))     # CPU tensors of the shapes that the spec says; outputs in place
     run_ranks(spec, [{...}, {...}], grid=(blocks,))         # the ranks of a group at once, over mailboxes
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import races
 import torch
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
@@ -112,12 +114,19 @@ class Barrier:
 
     count: int
     missing: int
+    told: Array  # what who arrived knew (`races`); `over`: by the end of the last phase
     bytes: int = 0
     phase: int = 0
 
+    def __post_init__(self) -> None:
+        self.over = self.told
+
+    def tell(self, known: Array) -> None:
+        self.told = np.maximum(self.told, known)
+
     def settle(self) -> None:
         if self.missing == 0 and self.bytes == 0:
-            self.phase, self.missing = self.phase + 1, self.count
+            self.phase, self.missing, self.over = self.phase + 1, self.count, self.told
 
 
 class Block:
@@ -127,13 +136,24 @@ class Block:
         self.cluster, self.rank, self.index, self.launch = cluster, rank, index, launch
         self.shared = np.full(SHARED_BYTES, 0xFF, dtype=np.uint8)
         self.barriers: dict[int, Barrier] = {}
+        self.touched = races.Shared(cluster.clocks)
         self.warps = [Warp(self, w) for w in range(launch.threads // LANES)]
 
     def meet(self) -> None:
         """Let the threads go that wait at the block's barrier, once all have come."""
         if all(((w.status == BAR) | (w.status == DONE)).all() for w in self.warps):
+            met = [w.threads[w.status == BAR] for w in self.warps]
+            if any(len(threads) for threads in met):
+                self.cluster.clocks.meet(np.concatenate(met))
             for w in self.warps:
                 w.status[w.status == BAR] = RUN
+
+    def barrier(self, at: int, who: Array, text: str) -> Barrier:
+        """The mbarrier there, as these threads use it."""
+        if at not in self.barriers:
+            raise races.Race(f"thread {who[0]} uses the mbarrier at byte {at} before it is made: {text}")
+        self.touched.uses(who, at, text)
+        return self.barriers[at]
 
     def peer(self, address: int) -> tuple[Block, int]:
         rank = address >> RANK_SHIFT
@@ -143,17 +163,21 @@ class Block:
 class Cluster:
     def __init__(self, first: int, launch: Launch) -> None:
         self.arrived = 0
+        self.threads = launch.cluster * launch.threads
+        self.clocks = races.Clocks(self.threads)
+        self.told = self.over = np.zeros(2 * self.threads, dtype=np.int32)  # at the cluster's barrier, as in `Barrier`
         self.blocks: list[Block] = []
         x, y, _ = launch.grid
         for rank in range(launch.cluster):
             i = first + rank
             self.blocks.append(Block(self, rank, (i % x, i // x % y, i // (x * y)), launch))
-        self.threads = launch.cluster * launch.threads
 
 
 class Warp:
     def __init__(self, block: Block, number: int) -> None:
         self.block, self.number, self.launch = block, number, block.launch
+        self.threads = block.rank * block.launch.threads + number * LANES + LANE  # of the cluster
+        self.clocks = block.cluster.clocks
         self.registers: dict[str, Array] = {}
         self.pc = np.zeros(LANES, dtype=np.int64)
         self.status = np.full(LANES, RUN)
@@ -165,7 +189,10 @@ class Warp:
         """Run until blocked or for so many instructions; says whether anything was done."""
         waits = self.status == CLUSTER
         if waits.any():
-            self.status[waits & (self.block.cluster.arrived >= self.arrivals * self.block.cluster.threads)] = RUN
+            waits &= self.block.cluster.arrived >= self.arrivals * self.block.cluster.threads
+            self.status[waits] = RUN
+            if waits.any():
+                self.clocks.acquire(self.threads[waits], self.block.cluster.over)
         self.status[self.status == POLL] = RUN
         done = False
         while steps > 0:
@@ -322,9 +349,9 @@ class Launch:
                 return name + scope.suffix
         return name
 
-    def clusters(self) -> list[Cluster]:
+    def clusters(self) -> Iterator[Cluster]:
         blocks = self.grid[0] * self.grid[1] * self.grid[2]
-        return [Cluster(first, self) for first in range(0, blocks, self.cluster)]
+        return (Cluster(first, self) for first in range(0, blocks, self.cluster))
 
     # -- decoding
 
@@ -427,6 +454,8 @@ class Launch:
 
             def leave(warp: Warp, mask: Array) -> None:
                 warp.status[mask] = DONE
+                if all((w.status == DONE).all() for w in warp.block.warps):
+                    warp.block.touched.ends(np.concatenate([w.threads for w in warp.block.warps]))
 
             return leave
         if root in ("atom", "red"):
@@ -620,6 +649,7 @@ class Launch:
 
         def step(warp: Warp, mask: Array) -> None:
             assert mask.all(), "the tensor core wants a whole warp"
+            warp.clocks.meet(warp.threads)
             sums = [np.broadcast_to(f(warp), LANES) for f in initial]
             words = lambda names: [warp.registers[n].view(np.uint32) for n in names]  # noqa: E731
             for name, value in zip(out, _multiply(words(a), words(b), sums, half), strict=True):
@@ -640,6 +670,7 @@ class Launch:
             at = LANE ^ b if mode == "bfly" else (LANE & segment) | (b & ~segment)
             at = np.where(at <= most, at, LANE)
             assert mask[at[mask]].all(), "a shuffle from a lane that is elsewhere"
+            warp.clocks.meet(warp.threads[mask])
             warp.write(target, np.broadcast_to(value(warp), LANES)[at], mask)
 
         return step
@@ -666,11 +697,15 @@ class Launch:
         def step(warp: Warp, mask: Array) -> None:
             lanes = np.flatnonzero(mask)
             at = np.broadcast_to(address(warp), LANES)[lanes]
+            memory: list[tuple[Array, Any, races.Shared | None]]
             if not shared:
-                index, memory = self.memory.at(at, total, text), [(self.memory.bytes, slice(None))]
+                index, memory = self.memory.at(at, total, text), [(self.memory.bytes, slice(None), None)]
             else:
                 index, memory = _shared_places(warp, at, total, text)
-            for space, rows in memory:
+            for space, rows, touched in memory:
+                if touched is not None:
+                    touch = touched.read if load else touched.write
+                    touch(warp.threads[lanes[rows]], index[rows][:, ::2] // 2, text)
                 if load:
                     data = space[index[rows]].reshape(-1, len(names), size).copy().view(bits)[:, :, 0]
                     chosen = np.zeros(LANES, dtype=bool)
@@ -707,8 +742,9 @@ class Launch:
         return step
 
     def _synchronise(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
-        # A warp's lanes meet by themselves.
-        if name.startswith(("griddepcontrol", "fence", "prefetch", "membar", "bar.warp.sync")):
+        if name.startswith("bar.warp.sync"):  # a warp's lanes meet by themselves
+            return lambda warp, mask: warp.clocks.meet(warp.threads[mask])
+        if name.startswith(("griddepcontrol", "fence", "prefetch", "membar")):
             return lambda warp, mask: None
         if name.startswith("cp.async.bulk.prefetch.L2"):
             first, length = self._address(operands[0], scopes), self._source(operands[1], "u32", scopes)
@@ -735,8 +771,11 @@ class Launch:
                 wanted = mask & (count > 0)
                 if wanted.any():
                     self.memory.at(where[wanted], size, text)  # out of bounds now, not when it lands
-                for lane in np.flatnonzero(mask):
-                    warp.open[lane].copies.append((int(to[lane]), int(where[lane]) - BASE, size, int(count[lane])))
+                numbers = warp.clocks.copy(warp.threads[mask])
+                places = (to[mask][:, None].astype(np.int64) + np.arange(0, size, 2)) // 2
+                warp.block.touched.write(warp.threads[mask], places, text, numbers)
+                for lane, number in zip(np.flatnonzero(mask), numbers, strict=True):
+                    warp.open[lane].copies.append((int(to[lane]), int(where[lane]) - BASE, size, int(count[lane]), int(number)))
 
             return copy
         if name.startswith("bar.sync") or name.startswith("barrier.sync"):
@@ -748,8 +787,12 @@ class Launch:
         if name.startswith("barrier.cluster.arrive"):
 
             def arrive(warp: Warp, mask: Array) -> None:
+                cluster = warp.block.cluster
                 warp.arrivals[mask] += 1
-                warp.block.cluster.arrived += int(mask.sum())
+                cluster.arrived += int(mask.sum())
+                cluster.told = np.maximum(cluster.told, warp.clocks.release(warp.threads[mask]))
+                if cluster.arrived % cluster.threads == 0:
+                    cluster.over = cluster.told
 
             return arrive
         if name.startswith("barrier.cluster.wait"):
@@ -763,24 +806,31 @@ class Launch:
             barrier = self._address(operands[2], scopes)
 
             def send(warp: Warp, mask: Array) -> None:
-                for lane in np.flatnonzero(mask):
+                numbers = warp.clocks.copy(warp.threads[mask])
+                for lane, number in zip(np.flatnonzero(mask), numbers, strict=True):
                     block, at = warp.block.peer(int(where(warp)[lane]))
+                    who = warp.threads[lane : lane + 1]
+                    block.touched.write(who, at // 2 + np.arange(2)[None], text, np.array([number]))
                     block.shared[at : at + 4] = np.frombuffer(np.uint32(value(warp)[lane]).tobytes(), dtype=np.uint8)
                     owner, place = warp.block.peer(int(barrier(warp)[lane]))
-                    owner.barriers[place].bytes -= 4
-                    owner.barriers[place].settle()
+                    waiting = owner.barrier(place, who, text)
+                    waiting.bytes -= 4
+                    waiting.tell(warp.clocks.copied(int(who[0]), int(number)))
+                    waiting.settle()
 
             return send
-        return self._mbarrier(name, operands, scopes)
+        return self._mbarrier(name, operands, scopes, text)
 
-    def _mbarrier(self, name: str, operands: list[str], scopes: Any) -> Step:
+    def _mbarrier(self, name: str, operands: list[str], scopes: Any, text: str) -> Step:
         if name.startswith("mbarrier.init"):
             where, count = self._address(operands[0], scopes), self._source(operands[1], "u32", scopes)
 
             def make(warp: Warp, mask: Array) -> None:
                 for lane in np.flatnonzero(mask):
                     wanted = int(np.broadcast_to(count(warp), LANES)[lane])
-                    warp.block.barriers[int(where(warp)[lane])] = Barrier(wanted, wanted)
+                    nothing, at = np.zeros(2 * warp.block.cluster.threads, dtype=np.int32), int(where(warp)[lane])
+                    warp.block.touched.write(warp.threads[lane : lane + 1], at // 2 + np.arange(4)[None], text)
+                    warp.block.barriers[at] = Barrier(wanted, wanted, nothing)
 
             return make
         if name.startswith("mbarrier.arrive.expect_tx"):
@@ -788,8 +838,10 @@ class Launch:
 
             def expect(warp: Warp, mask: Array) -> None:
                 for lane in np.flatnonzero(mask):
-                    barrier = warp.block.barriers[int(where(warp)[lane])]
+                    who = warp.threads[lane : lane + 1]
+                    barrier = warp.block.barrier(int(where(warp)[lane]), who, text)
                     barrier.bytes += int(np.broadcast_to(count(warp), LANES)[lane])
+                    barrier.tell(warp.clocks.release(who))
                     barrier.missing -= 1
                     barrier.settle()
 
@@ -801,8 +853,11 @@ class Launch:
             def test(warp: Warp, mask: Array) -> None:
                 result = np.zeros(LANES, dtype=bool)
                 for lane in np.flatnonzero(mask):
-                    barrier = warp.block.barriers[int(where(warp)[lane])]
+                    who = warp.threads[lane : lane + 1]
+                    barrier = warp.block.barrier(int(where(warp)[lane]), who, text)
                     result[lane] = (barrier.phase - 1) % 2 == int(np.broadcast_to(parity(warp), LANES)[lane]) % 2
+                    if result[lane]:
+                        warp.clocks.acquire(who, barrier.over)
                 warp.write(target, result, mask)
                 failed = mask & ~result
                 warp.pc[failed] -= 1
@@ -812,8 +867,8 @@ class Launch:
         raise NotImplementedError(name)
 
 
-def _shared_places(warp: Warp, address: Array, size: int, text: str) -> tuple[Array, list[tuple[Array, Any]]]:
-    """Byte indices in shared memory, and for each block they lie in, its memory and the rows."""
+def _shared_places(warp: Warp, address: Array, size: int, text: str) -> tuple[Array, list[tuple[Array, Any, races.Shared]]]:
+    """Byte indices in shared memory, and for each block they lie in, its memory, the rows and who touched it."""
     if (address % size).any():
         raise AssertionError(f"misaligned access: {text}")
     rank, local = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
@@ -823,7 +878,7 @@ def _shared_places(warp: Warp, address: Array, size: int, text: str) -> tuple[Ar
     found = []
     for r in np.unique(rank):
         block = warp.block if r == 0 else warp.block.cluster.blocks[r - 1]
-        found.append((block.shared, np.flatnonzero(rank == r)))
+        found.append((block.shared, np.flatnonzero(rank == r), block.touched))
     return index, found
 
 
@@ -838,7 +893,8 @@ def _wait_group(warp: Warp, mask: Array, left: int) -> None:
     for lane in np.flatnonzero(mask):
         groups = warp.closed[lane]
         while len(groups) > left:
-            for to, source, size, count in groups.pop(0).copies:
+            for to, source, size, count, number in groups.pop(0).copies:
+                warp.clocks.landed(int(warp.threads[lane]), number)
                 warp.block.shared[to : to + size] = 0
                 warp.block.shared[to : to + count] = memory[source : source + count]
 

@@ -244,14 +244,15 @@ def emulate(plan: mla.Plan, p: dict[str, Tensor], y: Tensor, scratch: dict[str, 
             found["q"].copy_(torch.nn.functional.linear(found["normed"], p["q_b"]))
 
 
-EMULATED = [  # config, lengths, tactic: an empty row and a page boundary; several queries with FP8; norms apart
+EMULATED = [  # config, lengths, tactic: an empty row and a page boundary; several queries with FP8; norms apart, also with FP8
     (mla.Config(1, 3, mla.columns(1, 256), 64, 2, q_rank=256), [70, 0, 128], mla.Tactic(3, 2)),
     (mla.Config(1, 1, mla.columns(1, 256), 64, 2, queries=3, fp8=True, q_rank=256), [66], mla.Tactic(1, 4)),
     (mla.Config(1, 17, mla.columns(1, 256), 64, 1, q_rank=256), [1 + i % 5 for i in range(17)], mla.Tactic(1, 2)),
+    (mla.Config(1, 17, mla.columns(1, 256), 64, 1, fp8=True, q_rank=256), [1 + i % 5 for i in range(17)], mla.Tactic(2, 4)),
 ]
 
 
-@pytest.mark.parametrize(("config", "lengths", "tactic"), EMULATED, ids=["split", "fp8-verify", "norms-apart"])
+@pytest.mark.parametrize(("config", "lengths", "tactic"), EMULATED, ids=["split", "fp8-verify", "norms-apart", "fp8-apart"])
 def test_ptx_against_float64(config: mla.Config, lengths: list[int], tactic: mla.Tactic) -> None:
     """The compiled kernels, poisoned scratch and output, NaN where the cache may not be read, threads in an order of chance."""
     p = problem(config, lengths)

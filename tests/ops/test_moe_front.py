@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from bulk_machine import run as run_ptx
 from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
@@ -107,6 +108,16 @@ def _check(config: op.Config, case: dict[str, torch.Tensor], out: dict[str, torc
         out.values(), reference.front(**case, **betas), reference.torch_form(**case, **betas), strict=True
     ):
         check_error(found, exact, plain)
+
+
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_right_numbers_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
+    """The first saturates SiTU."""
+    case, out = _case(config, 4, 40.0 if config is SMALL[0] else 1.0, device="cpu"), _outputs(config, device="cpu")
+    spec, splits = op.spec(config), config.shape.tactic.splits
+    tensors = dict(zip([param.name for param in spec.params], [*list(case.values())[1:], case["m"], *out.values()], strict=True))
+    run_ptx(spec, tensors, (sum(config.groups) * splits,), splits)
+    _check(config, case, out)
 
 
 @pytest.mark.gpu

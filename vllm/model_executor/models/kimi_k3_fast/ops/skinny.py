@@ -43,8 +43,7 @@ class Tactic:
 
     A ring (`device/ring.py`): `chunk` columns a stage, 0 for the other forms; `fetchers` warps that only copy, besides the
     others; `height` rows of the matrix in a stage, 0 for all rows of the tiles; `passing`: weights are the first to leave L2, so
-    that code, states and activations stay; `rehearse`: the loop runs once over whatever is in the first stage, while the
-    activation is on its way, so that its code is in the cache.
+    that code, states and activations stay.
     """
 
     groups: int = 132
@@ -60,7 +59,6 @@ class Tactic:
     fetchers: int = 0
     height: int = 0
     passing: bool = False
-    rehearse: bool = False
 
     @property
     def threads(self) -> int:

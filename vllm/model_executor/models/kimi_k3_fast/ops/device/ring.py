@@ -23,7 +23,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, min
 from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
-from .ptx import copy_bulk, evict_first, load_shared, mma_bf16, multiply_bf16, opaque_address
+from .ptx import copy_bulk, evict_first, load_shared, mma_bf16, multiply_bf16, opaque_address, store_shared_f32
 from .reduce import warp_sum
 from .skinny import Block, Rows, Smem
 from .vectors import Words, unpack_bf16
@@ -203,22 +203,21 @@ class Ring(Block):
         for i in range(4):
             acc[at + i] = own[i] + sums[i] if self.exact else sums[i]
 
-    def forget(self, acc: Any, squares: Any, condition: Any) -> None:
-        """All sums are zero again where the condition holds."""
-        for sums in (acc, squares):
-            for i in range(cute.size(sums)):
-                sums[i] = Float32(select_(condition, Float32(0.0), sums[i]))
-
     def put_squares(self, squares: Any) -> None:
-        """This warp's sums of squares of every token to shared memory."""
+        """The sums of squares of every token, over this warp's columns, to shared memory. Warps of other rows have the same."""
+        once = self.row_warp == 0 if self.tactic.row_warps > 1 else None
         for n in range(self.shape.padded_tokens // 8):
-            self.smem.squares[self.k_warp * 64 + n * 8 + self.quad] = warp_sum(squares[n], 4)
+            at = self.smem.squares.iterator + (self.k_warp * 64 + n * 8 + self.quad)
+            store_shared_f32(at, warp_sum(squares[n], 4), once)
 
     def inverse_rms(self, eps: float, columns: int) -> Any:
-        """As `Block`'s; the fetching warps are at the cluster's barrier already."""
+        """As `Block`'s; the fetching warps are at the cluster's barrier already, and have none."""
         if self.tactic.splits > 1:
             _meet(self)
-        return self._inverse_rms(eps, columns)
+        factors = cute.make_rmem_tensor(self.shape.padded_tokens // 4, Float32)
+        factors.fill(0.0)
+        _find_factors(self, factors, eps, columns)
+        return lambda n, c: factors[2 * n + c]
 
     def _publish(self) -> None:
         _publish(self)
@@ -320,12 +319,10 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
     whole = cutlass.const_expr(isinstance(block.counts[p], int) and block.counts[p] % units == 0 and units % k_warps == 0)
     first = block.chunks[0] if cutlass.const_expr(p > 0) else 0
     if block.multiplies:
-        rehearse = cutlass.const_expr(block.tactic.rehearse and p == 0)
-        for i in cutlass.range(-1 if rehearse else 0, block.chunks[p], unroll=1):
-            chunk = first + (cutlass.max(i, 0) if rehearse else i)
+        for i in cutlass.range(0, block.chunks[p], unroll=1):
+            chunk = first + i
             stage = chunk % stages
-            if cutlass.const_expr(not rehearse) or i >= 0:
-                cute.arch.mbarrier_wait(block.full + stage, chunk // stages & 1)
+            cute.arch.mbarrier_wait(block.full + stage, chunk // stages & 1)
             for turn in cutlass.range(0, turns, unroll_full=turns <= 2, unroll=1):
                 unit = block.k_warp + turn * k_warps
                 if cutlass.const_expr(whole):  # noqa: SIM114 - one is of the trace, one of the kernel
@@ -333,13 +330,8 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
                 elif unit < min(block.counts[p] - i * units, units):
                     Ring.add_unit(block, acc, squares, stage, unit, with_norm)
             cute.arch.sync_warp()
-            if cutlass.const_expr(not rehearse):
-                if block.lane == 0:
-                    cute.arch.mbarrier_arrive(block.empty + stage)
-            else:
-                if (block.lane == 0) & (i >= 0):
-                    cute.arch.mbarrier_arrive(block.empty + stage)
-                Ring.forget(block, acc, squares, i < 0)
+            if block.lane == 0:
+                cute.arch.mbarrier_arrive(block.empty + stage)
         if cutlass.const_expr(with_norm):
             Ring.put_squares(block, squares)
             cute.arch.barrier(barrier_id=1, number_of_threads=32 * block.consumers)
@@ -350,6 +342,14 @@ def _meet(block: Any):
     if block.multiplies:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+
+@cute.jit
+def _find_factors(block: Any, factors: Any, eps: cutlass.Constexpr, columns: cutlass.Constexpr):
+    if block.multiplies:
+        factor = Block._inverse_rms(block, eps, columns)
+        for i in cutlass.range_constexpr(block.shape.padded_tokens // 4):
+            factors[i] = factor(i // 2, i % 2)
 
 
 @cute.jit

@@ -351,8 +351,11 @@ class Block:
             raw = self.thread + i * threads
             index = min(raw, count - 1)
             token, row = index // self.tactic.rows, index % self.tactic.rows
+            inside = None
+            if (i + 1) * threads > count:  # a thread without an output reads behind the rows, where nobody writes
+                inside = raw < count
+                row = Int32(select_(inside, row, self.tactic.rows))
             at = self.smem.partials.iterator + (token * self.shape.partial_pitch + row)
-            inside = None if (i + 1) * threads <= count else raw < count
             store_shared_f32(at, self._over_warps(token, row), inside)
 
     def _over_cluster(self, token: Any, row: Any) -> Any:
