@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..guard import Guard
-from ..guard.shadow import compare
+from ..guard.shadow import DRAWS, compare
 from ..reasons import Reason
 from .cuda_choices import Choices, Judged
 from .cuda_executor import Caches
@@ -32,7 +32,6 @@ from .cuda_path import CudaPath
 
 TIMES = 8.0  # of what stock moves by
 LEAST, MOST = TIMES * 2.0**-8, 0.7  # of the bar: BF16's own rounding; unrelated vectors are 1.4 apart
-DRAWS = 8
 BITS = {2: torch.int16, 4: torch.int32}
 
 

@@ -294,7 +294,7 @@ class Guard:
         name the model. True if all stay within. `nudged`: see `shadow.compare`. `together`: every rank calls this for the same
         step; what one of them finds, all save their part of. `draws`: what the standard path comes to with noise at every place,
         furthest first to last; asked, by all ranks alike, while the step is past the bar."""
-        from .shadow import Step, compare, first_past, folder_for
+        from .shadow import compare, first_past
 
         self.count("shadow_steps")
         drawn: Mapping[str, torch.Tensor] = {}
@@ -313,23 +313,28 @@ class Guard:
         self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
         if not past:
             return True
-        saved = None
-        try:
-            sides = {"inputs": dict(inputs()), "fast": dict(fast), "standard": dict(standard), "nudged": dict(nudged or standard)}
-            sides["drawn"] = dict(drawn)
-            step = Step(
-                plan_key, self.step, **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=dict(origin or {})
-            )
-            saved = step.save(folder_for(self.policy.events_path))
-        except OSError:
-            self.count("shadow_files_lost")
+        sides = {"fast": dict(fast), "standard": dict(standard), "nudged": dict(nudged or standard), "drawn": dict(drawn)}
+        saved = self._save_step(plan_key, sides, inputs, depth, origin or {})
         if first is None:
             return True
         kinds = {"logits": Reason.SHADOW_LOGITS, "hidden": Reason.SHADOW_LOGITS, "choice": Reason.SHADOW_CHOICE}
         reason = kinds.get(first.kind, Reason.SHADOW_STATE)
-        where = {"plan_key": plan_key, "tensor": first.name, "row": first.row, "saved": str(saved or "")}
+        where = {"plan_key": plan_key, "tensor": first.name, "row": first.row, "saved": saved}
         self.violation(reason, where, f"{first.name}: relative distance {first.distance:.3g}, bar {first.bar:.3g}")
         return False
+
+    def _save_step(self, plan_key: str, sides: Any, inputs: Callable[[], Any], depth: Any, origin: Any) -> str:
+        """The path, or nothing: enough are kept, or the disk is full."""
+        from .shadow import Step, folder_for
+
+        step = Step(
+            plan_key, self.step, dict(inputs()), **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=origin
+        )
+        try:
+            return str(step.save(folder_for(self.policy.events_path)) or "")
+        except OSError:
+            self.count("shadow_files_lost")
+            return ""
 
     def _audited(self, write_set: WriteSet, requests: int, tokens: int) -> list[Finding]:
         assert self._audit is not None
