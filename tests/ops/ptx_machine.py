@@ -13,6 +13,7 @@ order.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops import build
 from vllm.model_executor.models.kimi_k3_fast.ops.build import KernelSpec, Sym
 from vllm.model_executor.models.kimi_k3_fast.ops.verify import ptx
 
+ARCH = os.environ.get("K3FAST_PTX_ARCH", "sm_90a")  # whose PTX is run
 LANES = 32
 GAP = 256  # bytes between tensors, which nothing may touch
 BASE = 1 << 33
@@ -552,6 +554,11 @@ class Launch:
                 return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
 
             return single(product)
+        if root == "add" and parts[-2:] == ["f32", "bf16"]:  # Blackwell's: a BF16 and an FP32
+            a, b = read(1, "b16"), read(2, "f32")
+            return single(lambda w: bits((_widen_bf16(a(w)).astype(np.float64) + b(w)).astype(np.float32)))
+        if kind == "bf16" and parts[-2] == "f32":
+            raise NotImplementedError
         if root == "add" and kind == "bf16":
             a, b = read(1, "b16"), read(2, "b16")
             return single(lambda w: _round_bf16(_widen_bf16(a(w)) + _widen_bf16(b(w))))
@@ -937,7 +944,7 @@ def run(
     tensors: dict[str, Any],
     grid: tuple[int, ...],
     cluster: int = 1,
-    arch: str = "sm_90a",
+    arch: str = ARCH,
     seed: int = 0,
     prefetched: list[tuple[int, int]] | None = None,
     machine: type[Launch] = Launch,
@@ -958,7 +965,7 @@ def run_ranks(
     tensors: list[dict[str, Any]],
     grid: tuple[int, ...],
     cluster: int = 1,
-    arch: str = "sm_90a",
+    arch: str = ARCH,
     seed: int = 0,
     missing: int | None = None,
     machine: type[Launch] = Launch,

@@ -57,9 +57,7 @@ def played(grid: tuple[int, ...]) -> Callable[[build.KernelSpec, str], Callable[
 
     def get(spec: build.KernelSpec, arch: str) -> Callable[..., None]:
         names = [param.name for param in spec.params]
-        return lambda *tensors, stream=None: run_ptx(
-            spec, dict(zip(names, tensors, strict=True)), grid, arch=arch, seed=len(names)
-        )
+        return lambda *tensors, stream=None: run_ptx(spec, dict(zip(names, tensors, strict=True)), grid, seed=len(names))
 
     return get
 
