@@ -210,3 +210,4 @@ def _trap(warp: Warp, mask: Array) -> None:
 
 run = partial(ptx_machine.run, machine=BulkLaunch)
 run_ranks = partial(ptx_machine.run_ranks, machine=BulkLaunch)
+run_streams = partial(ptx_machine.run_streams, machine=BulkLaunch)

@@ -9,10 +9,12 @@ order.
 
     run(spec, {"x": x, "w": w, "y": y}, grid=(blocks,))     # CPU tensors of the shapes that the spec says; outputs in place
     run_ranks(spec, [{...}, {...}], grid=(blocks,))         # the ranks of a group at once, over mailboxes
+    run_streams([[Call(...), ...], [...]])                  # and of each several launches, one after the other
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -923,18 +925,40 @@ def _parameter(param: Any, value: Any, memory: Memory) -> bytes:
     return bytes(fields) + bytes(-len(fields) % 8)
 
 
-def _run_together(clusters: list[Cluster], order: random.Random) -> None:
-    """Run clusters to their end, all of them at once."""
-    warps = [w for cluster in clusters for b in cluster.blocks for w in b.warps]
-    idle = 0
+PATIENCE = 300  # bursts for which one stream is ahead of the others
+
+
+class Stream:
+    """Launches that follow each other, each when the one before has ended: a list of clusters for each."""
+
+    def __init__(self, launches: Iterator[list[Cluster]]) -> None:
+        self.launches, self.warps = launches, []
+
+    def goes_on(self) -> bool:
+        while not self.warps:
+            clusters = next(self.launches, None)
+            if clusters is None:
+                return False
+            self.warps = [w for cluster in clusters for b in cluster.blocks for w in b.warps]
+        return True
+
+
+def _run_together(streams: list[Stream], order: random.Random, most: float = math.inf) -> None:
+    """Run all streams to their end, at paces of chance: now this one hurries, now that one. most: bursts, after which a thread
+    that looks for what does not come is taken for one that waits for ever."""
+    idle, turn = 0, 0
     with np.errstate(all="ignore"):
-        while warps:
-            warp = order.choice(warps)
-            idle = 0 if warp.burst(order.choice((3, 40, 400))) else idle + 1
+        while streams := [stream for stream in streams if stream.goes_on()]:
+            if turn % PATIENCE == 0:
+                ahead = order.random()
+            stream = streams[int(ahead * len(streams))] if order.random() < 0.8 else order.choice(streams)
+            warp = order.choice(stream.warps)
+            idle, turn = 0 if warp.burst(order.choice((3, 40, 400))) else idle + 1, turn + 1
             warp.block.meet()
             if (warp.status == DONE).all():
-                warps.remove(warp)
-            if idle > 200 * len(warps) + 200:
+                stream.warps.remove(warp)
+            warps = [w for stream in streams for w in stream.warps]
+            if idle > 200 * len(warps) + 200 + PATIENCE or turn > most:
                 where = {(w.block.index, w.number): (int(w.pc[0]), int(w.status[0])) for w in warps}
                 raise Deadlock(f"no thread goes on: block and warp -> (pc, status): {where}")
 
@@ -953,11 +977,21 @@ def run(
     written into `tensors`; what was asked into L2, address and bytes, is appended to `prefetched`. machine: by what it knows."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
     order = random.Random(seed)
-    for one in machine(spec, arch, tensors, grid, cluster, memory, order).clusters():
-        _run_together([one], order)
+    launch = machine(spec, arch, tensors, grid, cluster, memory, order)
+    _run_together([Stream([one] for one in launch.clusters())], order)
     memory.give_back()
     if prefetched is not None:
         prefetched += memory.prefetched
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: what `run` takes."""
+
+    spec: KernelSpec
+    tensors: dict[str, Any]
+    grid: tuple[int, ...]
+    cluster: int = 1
 
 
 def run_ranks(
@@ -970,17 +1004,35 @@ def run_ranks(
     missing: int | None = None,
     machine: type[Launch] = Launch,
 ) -> None:
-    """As `run`, a launch of every rank, all at once, over one memory. `peers` of each rank, a table of addresses, is filled in
-    here: where the ranks' `box` tensors lie. Time stands still, so that no wait is too long, unless a rank is `missing`, which
-    does not launch: then each look at the clock takes a nanosecond."""
-    memory = Memory([t for own in tensors for t in own.values() if isinstance(t, torch.Tensor)])
-    boxes = torch.tensor([memory.address(own["box"]) for own in tensors], dtype=torch.int64)
-    for own in tensors:
-        own["peers"].copy_(boxes)
-        start = memory.address(own["peers"]) - BASE
+    """As `run`, a launch of every rank, all at once. `missing`: a rank that does not launch."""
+    run_streams([[Call(spec, own, grid, cluster)] for own in tensors], arch, seed, missing, machine)
+
+
+def run_streams(
+    ranks: list[list[Call]],
+    arch: str = ARCH,
+    seed: int = 0,
+    missing: int | None = None,
+    machine: type[Launch] = Launch,
+    most: float = math.inf,
+) -> None:
+    """The ranks of a group over one memory, each with launches that follow each other. `peers` of each rank, a table of
+    addresses, is filled in here: where the ranks' `box` tensors lie. Time stands still, so that no wait is too long, unless a
+    rank is `missing`, which does not launch: then each look at the clock takes a nanosecond. most: see `_run_together`."""
+    memory = Memory([t for calls in ranks for call in calls for t in call.tensors.values() if isinstance(t, torch.Tensor)])
+    boxes = torch.tensor([memory.address(calls[0].tensors["box"]) for calls in ranks], dtype=torch.int64)
+    for calls in ranks:
+        peers = calls[0].tensors["peers"]
+        peers.copy_(boxes)
+        start = memory.address(peers) - BASE
         memory.bytes[start : start + 8 * len(boxes)] = boxes.view(torch.uint8).numpy()
     memory.tick = 0 if missing is None else 1
     order = random.Random(seed)
-    launches = [machine(spec, arch, own, grid, cluster, memory, order) for rank, own in enumerate(tensors) if rank != missing]
-    _run_together([c for launch in launches for c in launch.clusters()], order)
+
+    def launches(calls: list[Call]) -> Iterator[list[Cluster]]:
+        for call in calls:
+            launch = machine(call.spec, arch, call.tensors, call.grid, call.cluster, memory, order)
+            yield list(launch.clusters())
+
+    _run_together([Stream(launches(calls)) for rank, calls in enumerate(ranks) if rank != missing], order, most)
     memory.give_back()

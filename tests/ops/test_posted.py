@@ -10,11 +10,12 @@ from typing import Any
 import bulk_machine
 import pytest
 import torch
+from ptx_machine import Call
 from yardstick import boxes, check_error
 
 from vllm.model_executor.models.kimi_k3_fast.comm import Box
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import HEADER, Layout, first_word
-from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, moe_tail, oproj
+from vllm.model_executor.models.kimi_k3_fast.ops import all_reduce, attn_res, build, moe_tail, oproj
 from vllm.model_executor.models.kimi_k3_fast.ops.all_reduce.reference import in_order
 from vllm.model_executor.models.kimi_k3_fast.ops.attn_res import reference
 from vllm.model_executor.models.kimi_k3_fast.ops.pairs import posted_word
@@ -87,8 +88,9 @@ class Chain:
         self._add_up(in_order(parts[0]))
         assert all(box.epoch.tolist() == [epoch, 0] for box in self.boxes)
 
-    def posters(self) -> tuple[list[dict[str, Any]], list[torch.Tensor], list[torch.Tensor]]:
-        c, ranks, exact, plain = self.post, [], [], []
+    def posters(self, config: Any = None) -> tuple[list[dict[str, Any]], list[torch.Tensor], list[torch.Tensor]]:
+        """New inputs, the same on every rank only in shape: what a launch takes, and each rank's product, exact and plain."""
+        c, ranks, exact, plain = config or self.post, [], [], []
         for box in self.boxes:
             if isinstance(c, oproj.Config):
                 x, w = self.draw(c.tokens, c.columns).bfloat16(), (self.draw(c.rows, c.columns) / c.columns**0.5).bfloat16()
@@ -121,11 +123,13 @@ class Chain:
         """The receiving launch; what it returns, rank by rank."""
         c = self.add
         outs = [torch.full((c.tokens, c.columns), float("nan"), device=self.device, dtype=torch.bfloat16) for _ in self.boxes]
+        self.launch(c, self.adding(outs))
+        return outs
+
+    def adding(self, outs: list[torch.Tensor]) -> list[dict[str, Any]]:
         fixed = {"score": self.score, "norm": self.norm}
         given = zip(self.boxes, self.blocks, self.prefixes, outs, strict=True)
-        ranks = [fixed | {"blocks": b, "prefix": p, "out": out} | self.mailbox(box) for box, b, p, out in given]
-        self.launch(c, ranks)
-        return outs
+        return [fixed | {"blocks": b, "prefix": p, "out": out} | self.mailbox(box) for box, b, p, out in given]
 
     def _add_up(self, delta: torch.Tensor) -> None:
         c = self.add
@@ -141,17 +145,24 @@ class Chain:
 
 
 def spec_of(config: Any) -> build.KernelSpec:
-    op = {attn_res.Config: attn_res, oproj.Config: oproj, moe_tail.Config: moe_tail}[type(config)]
-    return op.spec(config)
+    ops = {attn_res.Config: attn_res, oproj.Config: oproj, moe_tail.Config: moe_tail, all_reduce.Config: all_reduce}
+    return ops[type(config)].spec(config)
+
+
+def size_of(config: Any) -> tuple[tuple[int, ...], int]:
+    """Grid and cluster."""
+    if isinstance(config, attn_res.Config):
+        assert config.blocks is not None
+        return (config.tokens * config.blocks,), config.blocks
+    if isinstance(config, all_reduce.Config):
+        return (config.blocks,), 1
+    tactic = config.shape.tactic
+    return (tactic.groups * tactic.splits,), tactic.splits
 
 
 def on_machine(seed: itertools.count, missing: int | None = None) -> Callable[[Any, list[dict[str, Any]]], None]:
     def launch(config: Any, ranks: list[dict[str, Any]]) -> None:
-        if isinstance(config, attn_res.Config):
-            cluster, count = config.blocks, config.tokens * config.blocks
-        else:
-            cluster, count = config.shape.tactic.splits, config.shape.tactic.groups * config.shape.tactic.splits
-        bulk_machine.run_ranks(spec_of(config), ranks, (count,), cluster=cluster, seed=next(seed), missing=missing)
+        bulk_machine.run_ranks(spec_of(config), ranks, *size_of(config), seed=next(seed), missing=missing)
 
     return launch
 
@@ -218,6 +229,39 @@ def test_a_missing_rank_is_named_to_everybody(shared_store: build.Store) -> None
     outs = chain.receive()
     assert [box.health().lost for box in chain.boxes] == [1, 1]
     assert outs[0].isnan().all() and chain.prefixes[0][:3].isnan().all() and not chain.prefixes[0][3:].isnan().any()
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 0), (4, 2)])
+def test_ranks_at_their_own_pace_never_read_another_exchange(world: int, seed: int, shared_store: build.Store) -> None:
+    """Two layers' worth of exchanges over one mailbox: posted and added up by the next launch, summed in one launch, posted
+    again. A rank that is ahead sends into the parity that the one behind has left, and into no other."""
+    post, add, last = projection(2, world, RING), adding(2, world, 2), tail(2, world, RING)
+    alone = all_reduce.Config(2, WIDE, world, 1, threads=128, bound_ns=BOUND_NS)
+    chain = Chain(post, add, "cpu", lambda config, ranks: None)
+    prefix = chain.prefixes[0][:2].double()
+    calls: list[list[Call]] = [[] for _ in chain.boxes]
+    sums: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for _ in range(2):
+        for config in (post, add, alone, last, add):
+            outs = [torch.full((2, WIDE), float("nan"), dtype=torch.bfloat16) for _ in chain.boxes]
+            if config is add:
+                ranks = chain.adding(outs)
+            elif config is alone:
+                parts = [chain.draw(2, WIDE).bfloat16() for _ in chain.boxes]
+                ranks = [{"x": parts[box.rank], "out": outs[box.rank]} | chain.mailbox(box) for box in chain.boxes]
+                sums.append((in_order(parts), outs))
+            else:
+                ranks, exact, _ = chain.posters(config)
+                prefix = prefix + sum(exact)
+            for own, given in zip(calls, ranks, strict=True):
+                own.append(Call(spec_of(config), given, *size_of(config)))
+    bulk_machine.run_streams(calls, seed=seed, most=120_000)
+    for wanted, outs in sums:
+        assert all(torch.equal(out, wanted) for out in outs)
+    for found in chain.prefixes:
+        assert torch.equal(found, chain.prefixes[0])
+        torch.testing.assert_close(found[:2].double(), prefix, rtol=0.02, atol=0.1)
+    assert all(box.epoch.tolist() == [6, 0] for box in chain.boxes)
 
 
 def test_posting_needs_ranks_one_trip_and_whole_pairs() -> None:
