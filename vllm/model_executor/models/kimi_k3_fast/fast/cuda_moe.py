@@ -9,9 +9,8 @@ Experts and shared experts are divided among the ranks by width, so the latent a
 down-projection and up-projection are whole on every rank. Through mailboxes they are divided too: a rank reads the rows
 [r E/n, (r + 1) E/n) of the router, as many of the down-projection, and as many columns of the up-projection, in place; `topk`
 gathers logits and z, the sum of the latent norms it and keeps a rank's columns, and the tail sums in its own launch, or only
-posts what AttnRes then adds up. Otherwise
-every rank reads all of them, and the up-projection's part of delta is scaled by 1/ranks through the norm's weight: for a power of
-two exact.
+posts what AttnRes then adds up. Otherwise every rank reads all of them, and the up-projection's part of delta is scaled by
+1/ranks through the norm's weight: for a power of two exact.
 """
 
 from __future__ import annotations
