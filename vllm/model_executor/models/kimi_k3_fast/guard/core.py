@@ -328,7 +328,7 @@ class Guard:
         from .shadow import Step, folder_for
 
         step = Step(
-            plan_key, self.step, dict(inputs()), **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=origin
+            plan_key, self.step, dict(inputs()), **sides, depth=dict(depth), settings=self.policy.as_dict(), origin=dict(origin)
         )
         try:
             return str(step.save(folder_for(self.policy.events_path)) or "")
