@@ -957,9 +957,9 @@ def _run_together(streams: list[Stream], order: random.Random, most: float = mat
             warp.block.meet()
             if (warp.status == DONE).all():
                 stream.warps.remove(warp)
-            warps = [w for stream in streams for w in stream.warps]
-            if idle > 200 * len(warps) + 200 + PATIENCE or turn > most:
-                where = {(w.block.index, w.number): (int(w.pc[0]), int(w.status[0])) for w in warps}
+            if idle > 200 * sum(len(stream.warps) for stream in streams) + 200 + PATIENCE or turn > most:
+                left = [w for stream in streams for w in stream.warps]
+                where = {(w.block.index, w.number): (int(w.pc[0]), int(w.status[0])) for w in left}
                 raise Deadlock(f"no thread goes on: block and warp -> (pc, status): {where}")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bulk_machine import run as run_ptx
 from bulk_machine import run_ranks
-from yardstick import boxes, check_error, played, replay_with, scratch_of
+from yardstick import boxes, check_error, mailbox_parameters, played, replay_with, scratch_of
 
 from vllm.model_executor.models.kimi_k3_fast.comm import Box, Mailbox
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
@@ -192,10 +192,7 @@ def test_a_normalised_share_in_any_order_of_warps(config: op.Config, shared_stor
 def _on_machine(config: op.Config) -> list[dict[str, torch.Tensor | int | None]]:
     """What each rank has by name besides its share, the mailboxes before their first epoch."""
     return [
-        {
-            "delta": torch.empty(config.tokens, config.rows, dtype=torch.bfloat16),
-            **{"peers": box.addresses, "box": box.memory, "epoch": box.epoch, "rank": box.rank, "words": config.words},
-        }
+        {"delta": torch.empty(config.tokens, config.rows, dtype=torch.bfloat16)} | mailbox_parameters(box)
         for box in boxes(Layout(config.world, config.words), "cpu")
     ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from bulk_machine import run_ranks
-from yardstick import boxes, check_error
+from yardstick import boxes, check_error, mailbox_parameters
 
 from vllm.model_executor.models.kimi_k3_fast.comm import Box, Mailbox, PeerLost
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import Layout
@@ -120,9 +120,7 @@ def test_ranks_sum_in_any_order_of_warps(config: op.Config, shared_store: build.
         before = torch.randn(config.tokens, config.rows).bfloat16()
         prefixes = [before.clone() if config.update == "add" else torch.full_like(before, float("nan")) for _ in held]
         ranks = [
-            {"w": weights[box.rank], "x": ys[box.rank], "prefix": prefixes[box.rank]}
-            | {"peers": box.addresses, "box": box.memory, "epoch": box.epoch, "rank": box.rank, "words": config.words}
-            for box in held
+            {"w": weights[box.rank], "x": ys[box.rank], "prefix": prefixes[box.rank]} | mailbox_parameters(box) for box in held
         ]
         run_ranks(op.spec(config), ranks, (config.shape.tactic.groups,), seed=call)
         case = (ys, weights, before, config.update)

@@ -11,7 +11,7 @@ import bulk_machine
 import pytest
 import torch
 from ptx_machine import Call
-from yardstick import boxes, check_error
+from yardstick import boxes, check_error, mailbox_parameters
 
 from vllm.model_executor.models.kimi_k3_fast.comm import Box
 from vllm.model_executor.models.kimi_k3_fast.comm.layout import HEADER, Layout, first_word
@@ -66,15 +66,6 @@ class Chain:
     def draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, generator=self.generator)
 
-    def mailbox(self, box: Box) -> dict[str, Any]:
-        return {
-            "peers": box.addresses,
-            "box": box.memory,
-            "epoch": box.epoch,
-            "rank": box.rank,
-            "words": box.layout.words,
-        }
-
     def step(self) -> None:
         """New inputs, both launches, and every number of them judged."""
         posted, exact, plain = self.posters()
@@ -100,7 +91,7 @@ class Chain:
                 up = (self.draw(c.rows, c.pitch) / 16).bfloat16()[:, : c.latent]
                 down = (self.draw(c.rows, c.shared) / 8).bfloat16()
                 given, products = {"up": up, "down": down, "r": r, "hidden": hidden}, [(r, up), (hidden, down)]
-            ranks.append(given | self.mailbox(box))
+            ranks.append(given | mailbox_parameters(box))
             exact.append(sum(a.double() @ b.double().T for a, b in products))
             plain.append(sum(a @ b.T for a, b in products))
         return ranks, exact, plain
@@ -129,7 +120,7 @@ class Chain:
     def adding(self, outs: list[torch.Tensor]) -> list[dict[str, Any]]:
         fixed = {"score": self.score, "norm": self.norm}
         given = zip(self.boxes, self.blocks, self.prefixes, outs, strict=True)
-        return [fixed | {"blocks": b, "prefix": p, "out": out} | self.mailbox(box) for box, b, p, out in given]
+        return [fixed | {"blocks": b, "prefix": p, "out": out} | mailbox_parameters(box) for box, b, p, out in given]
 
     def _add_up(self, delta: torch.Tensor) -> None:
         c = self.add
@@ -248,7 +239,7 @@ def test_ranks_at_their_own_pace_never_read_another_exchange(world: int, seed: i
                 ranks = chain.adding(outs)
             elif config is alone:
                 parts = [chain.draw(2, WIDE).bfloat16() for _ in chain.boxes]
-                ranks = [{"x": parts[box.rank], "out": outs[box.rank]} | chain.mailbox(box) for box in chain.boxes]
+                ranks = [{"x": parts[box.rank], "out": outs[box.rank]} | mailbox_parameters(box) for box in chain.boxes]
                 sums.append((in_order(parts), outs))
             else:
                 ranks, exact, _ = chain.posters(config)

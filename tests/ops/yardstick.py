@@ -62,6 +62,11 @@ def played(grid: tuple[int, ...]) -> Callable[[build.KernelSpec, str], Callable[
     return get
 
 
+def mailbox_parameters(box: Box) -> dict[str, Any]:
+    """A mailbox as a kernel's last parameters, by name."""
+    return {"peers": box.addresses, "box": box.memory, "epoch": box.epoch, "rank": box.rank, "words": box.layout.words}
+
+
 def boxes(layout: Layout, device: str = "cuda") -> list[Box]:
     """The mailboxes of ranks that share one device: what symmetric memory gives, without other processes."""
     memories = [torch.zeros(layout.bytes // 4, dtype=torch.int32, device=device) for _ in range(layout.world)]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..guard import Guard
-from ..guard.shadow import DRAWS, compare
+from ..guard.shadow import DRAWS, Difference, compare
 from ..reasons import Reason
 from .cuda_choices import Choices, Judged
 from .cuda_executor import Caches
@@ -83,26 +83,6 @@ class Checked:
     def replay(self) -> None:
         if not self.watch.due(self):
             self.fast.replay()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """On one tensor of a step: the relative distance of its furthest row, and the bar."""
-
-    name: str
-    reason: Reason
-    row: int
-    distance: float
-    bar: float
-
-    @property
-    def ratio(self) -> float:
-        """Above 1 it is a violation."""
-        return self.distance / self.bar
-
-    @property
-    def detail(self) -> str:
-        return f"relative distance {self.distance:.3g}, bar {self.bar:.3g}"
 
 
 class Watch:
@@ -179,42 +159,41 @@ class Watch:
     ) -> None:
         """draw: stock's step once more, its caches changed by a rounding; what it gives is good until the next one."""
         self.guard.count("shadow_steps")
-        found: dict[str, Verdict] = {}
+        found: dict[str, Difference] = {}
         for drawn in range(DRAWS):
-            for verdict in self._verdicts(rows, memory, before, fast, stock, draw()):
-                found[verdict.name] = min(verdict, found.get(verdict.name, verdict), key=lambda v: v.ratio)
+            for one in self._differences(rows, memory, before, fast, stock, draw()):
+                found[one.name] = min(one, found.get(one.name, one), key=lambda d: d.ratio)
+            past = [one for one in found.values() if not one.within]
             # A collective, as stock's step is one: ranks draw together.
-            if not self.guard.agreement.any(any(not verdict.ratio <= 1 for verdict in found.values())):
+            if not self.guard.agreement.any(bool(past)):
                 break
             if not drawn:
                 self.guard.count("shadow_drawn_steps")
-        for verdict in found.values():
-            if not verdict.ratio <= 1:
-                where = {"plan_key": graph.plan, "tensor": verdict.name, "row": verdict.row}
-                self.guard.violation(verdict.reason, where, f"{verdict.name}: {verdict.detail}")
-        self.guard.peak("shadow_worst_ratio", max(verdict.ratio for verdict in found.values()))
+        for one in past:
+            self.guard.violation(one.reason, {"plan_key": graph.plan, "tensor": one.name, "row": one.row}, str(one))
+        self.guard.peak("shadow_worst_ratio", max(one.ratio for one in found.values()))
 
-    def _verdicts(self, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any) -> Iterator[Verdict]:
+    def _differences(
+        self, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any
+    ) -> Iterator[Difference]:
         """Of all that a step gives, against one draw of noise."""
         sides = [side[0][rows] for side in (fast, stock, nudged)]
-        yield _verdict("hidden", Reason.SHADOW_LOGITS, *sides)
+        yield _difference("hidden", *sides)
         yield from self._of_choices(sides, stock[2], nudged[2])
         for name, tensor, whole in self._views():
             wrote = _own(_seen(memory, before, tensor), _seen(memory, stock[1], tensor), whole)
             if wrote.any():
                 values = [_seen(memory, side[1], tensor, bits=False)[wrote] for side in (fast, stock, nudged)]
-                yield _verdict(name, Reason.SHADOW_STATE, *values)
+                yield _difference(name, *values)
 
-    def _of_choices(self, hidden: list[torch.Tensor], stock: Judged, nudged: Judged) -> Iterator[Verdict]:
+    def _of_choices(self, hidden: list[torch.Tensor], stock: Judged, nudged: Judged) -> Iterator[Difference]:
         """The choices of experts, by the guard's own judgement. It takes the step's dtype from all that it is shown, and scores
         are fp32 in a BF16 step: the hidden states go along, judged apart."""
         if self.choices is None:
             return
         scores = zip(hidden, (stock[0], stock[1], nudged[1]), strict=True)
         fast, standard, moved = ({"hidden": states, **found} for states, found in scores)
-        for d in compare(fast, standard, self.choices.depth, moved):
-            if d.name != "hidden":
-                yield Verdict(d.name, Reason.SHADOW_CHOICE, d.row, d.distance, d.bar)
+        yield from (d for d in compare(fast, standard, self.choices.depth, moved) if d.name != "hidden")
 
     def _views(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name, tensor, whether a slot is written as a whole) of every cache that a step writes."""
@@ -278,11 +257,11 @@ def _nudge(raw: torch.Tensor, piece: int = 1 << 26) -> None:
         values.addcmul_(values, sign, value=2.0**-8)
 
 
-def _verdict(name: str, reason: Reason, fast: torch.Tensor, stock: torch.Tensor, nudged: torch.Tensor) -> Verdict:
+def _difference(name: str, fast: torch.Tensor, stock: torch.Tensor, nudged: torch.Tensor) -> Difference:
     bar = min(MOST, max(LEAST, TIMES * float(_distance(nudged, stock).nan_to_num(0.0).max())))
     found = _distance(fast, stock)
     row = int(found.argmax())
-    return Verdict(name, reason, row, float(found[row]), bar)
+    return Difference(name, float(found[row]), bar, row)
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

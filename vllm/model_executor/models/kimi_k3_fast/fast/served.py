@@ -59,16 +59,15 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
         ranks; with a draw's number, which seeds it, also on what each attention and MLP gives."""
         assert input_ids is not None or inputs_embeds is not None
         embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        if nudge:
-            generator = torch.Generator().manual_seed(draw)
+        if not nudge:
+            return self.model(embedded)
+        generator = torch.Generator().manual_seed(draw)
 
-            def noisy(module: nn.Module | None, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-                return (output * (1 + nudge * torch.randn(output.shape, generator=generator))).to(output.dtype)
+        def noisy(module: nn.Module | None, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return (output * (1 + nudge * torch.randn(output.shape, generator=generator))).to(output.dtype)
 
-            embedded = noisy(None, None, embedded)
-            places = [place for layer in self.model.layers for place in (layer.self_attn, layer.mlp)] if draw else []
-            with ExitStack() as stack:
-                for place in places:
-                    stack.callback(place.register_forward_hook(noisy).remove)
-                return self.model(embedded)
-        return self.model(embedded)
+        places = [place for layer in self.model.layers for place in (layer.self_attn, layer.mlp)] if draw else []
+        with ExitStack() as stack:
+            for place in places:
+                stack.callback(place.register_forward_hook(noisy).remove)
+            return self.model(noisy(None, None, embedded))

@@ -8,6 +8,7 @@ capture, and a dispatched descriptor of that graph closes its own record.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -297,30 +298,25 @@ class Guard:
         from .shadow import compare, first_past
 
         self.count("shadow_steps")
-        drawn: Mapping[str, torch.Tensor] = {}
-        spread = iter(draws)
-        while True:
+        none: Mapping[str, torch.Tensor] = {}
+        for number, drawn in enumerate(itertools.chain([none], draws)):
+            if number == 1:
+                self.count("shadow_drawn_steps")
             found = compare(fast, standard, depth, nudged, drawn)
             first = first_past(found, depth)
             differs = first is not None
             past = self.agreement.any(differs) if together else differs
-            more = next(spread, None) if past else None
-            if more is None:
+            if not past:
                 break
-            if not drawn:
-                self.count("shadow_drawn_steps")
-            drawn = more
-        self.peak("shadow_worst_ratio", max((d.distance / d.bar for d in found if d.bar), default=0.0))
+        self.peak("shadow_worst_ratio", max((d.ratio for d in found), default=0.0))
         if not past:
             return True
         sides = {"fast": dict(fast), "standard": dict(standard), "nudged": dict(nudged or standard), "drawn": dict(drawn)}
         saved = self._save_step(plan_key, sides, inputs, depth, origin or {})
         if first is None:
             return True
-        kinds = {"logits": Reason.SHADOW_LOGITS, "hidden": Reason.SHADOW_LOGITS, "choice": Reason.SHADOW_CHOICE}
-        reason = kinds.get(first.kind, Reason.SHADOW_STATE)
         where = {"plan_key": plan_key, "tensor": first.name, "row": first.row, "saved": saved}
-        self.violation(reason, where, f"{first.name}: relative distance {first.distance:.3g}, bar {first.bar:.3g}")
+        self.violation(first.reason, where, str(first))
         return False
 
     def _save_step(self, plan_key: str, sides: Any, inputs: Callable[[], Any], depth: Any, origin: Any) -> str:

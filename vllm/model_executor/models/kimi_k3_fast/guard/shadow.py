@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..reasons import Reason
+
 SCHEMA = 1
 MARGIN = 3.0
 NUDGES = 2.0  # a step's roundings at all places, in nudges of its input: measured 2.0 (fp32) and 1.4 (bfloat16) at most
@@ -60,9 +62,23 @@ class Difference:
         return self.distance <= self.bar
 
     @property
+    def ratio(self) -> float:
+        """Above 1 it is a violation."""
+        return self.distance / self.bar if self.bar else 0.0
+
+    @property
     def kind(self) -> str:
         """The last part of the name."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def reason(self) -> Reason:
+        """Of the violation, if it is one."""
+        kinds = {"logits": Reason.SHADOW_LOGITS, "hidden": Reason.SHADOW_LOGITS, "choice": Reason.SHADOW_CHOICE}
+        return kinds.get(self.kind, Reason.SHADOW_STATE)
+
+    def __str__(self) -> str:
+        return f"{self.name}: relative distance {self.distance:.3g}, bar {self.bar:.3g}"
 
 
 def compare(

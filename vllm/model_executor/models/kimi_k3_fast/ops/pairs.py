@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..comm import RANKS, SMS
+from .library import Library
 from .skinny import Shape, Tactic, ceil_div
 
 ONE_SHOT_TOKENS = 4  # above it the bytes of one-shot cost more than the second trip of two-shot
@@ -72,9 +73,11 @@ class Pairs(ABC):
             return f"expected several ranks, one shot and whole pairs of rows where the next launch sums, found {self}"
         return None
 
-    def dealt(self, tactic: Tactic) -> Tactic:
+    def dealt(self, chosen: Tactic | Library) -> Tactic | Library:
         """The tactic whose groups hold whole pairs, where they must."""
-        return replace(tactic, height=tactic.height + tactic.height % 2) if self.posts else tactic
+        if not self.posts or isinstance(chosen, Library):
+            return chosen
+        return replace(chosen, height=chosen.height + chosen.height % 2)
 
     @property
     def whole(self) -> int:

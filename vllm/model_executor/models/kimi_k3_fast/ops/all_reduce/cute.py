@@ -6,12 +6,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Uint32
 
-from ..device.exchange import Exchange, Post
+from ..device.exchange import Exchange, Post, add_up
 from ..device.ptx import load_word, store_word
-from ..device.vectors import pack_bf16, unpack_bf16
-from ..order import Dynamic, Ordered, Output, Peers, dependency_wait, release_dependents
+from ..order import Dynamic, Ordered, Output, dependency_wait, release_dependents
 
 
 class Group:
@@ -32,30 +31,19 @@ class Group:
         self.exchange.arrive(self.config.blocks)
 
     def total(self, pair: Any, inside: Boolean) -> Uint32:
-        """A pair of x added up over all ranks in FP32, in their order, as BF16."""
-        even, odd = Float32(0.0), Float32(0.0)
-        for word in self.exchange.receive(self.ranks, self.config.word(pair), inside):
-            low, high = unpack_bf16(word)
-            even, odd = even + low, odd + high
-        return pack_bf16(even, odd)
+        """A pair of x added up over all ranks."""
+        return add_up(self.exchange.receive(self.ranks, self.config.word(pair), inside))
 
 
 @cute.kernel
-def _all_reduce(
-    x: Dynamic,
-    out: Output,
-    peers: Peers,
-    box: Dynamic,
-    epoch: Dynamic,
-    rank: Int32,
-    words: Int32,
-    config: cutlass.Constexpr,
-):
+def _all_reduce(x: Dynamic, out: Output, post: tuple[Any, ...], config: cutlass.Constexpr):
+    """post: the fields of its `Post`."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     release_dependents()
     token = dependency_wait()
-    group = Group(config, token, Post(peers, box, epoch, rank, words))
+    own = Post(*post)
+    group = Group(config, token, own)
     source, target = x.after(token).iterator, out.after(token).iterator
     pairs = [block * config.threads + thread + i * config.blocks * config.threads for i in range(config.items)]
     # Threads past the end repeat the last word and neither send nor store it.
@@ -64,7 +52,7 @@ def _all_reduce(
     group.first_trip(source, pairs, inside)
     if cutlass.const_expr(config.two_shot):
         for pair, real in zip(pairs, inside, strict=True):
-            mine = real & (config.owner(pair) == rank)
+            mine = real & (config.owner(pair) == own.rank)
             total = group.total(pair, mine)
             for to in group.boxes:
                 group.exchange.send(to, config.second(pair), total, mine)
@@ -76,13 +64,13 @@ def _all_reduce(
         store_word(target + 2 * pair, word, real)
 
 
-def bf16_all_reduce(config: Any, *args: Any) -> None:
-    launch(_all_reduce, config, *args)
+def bf16_all_reduce(config: Any, x: Dynamic, out: Output, *args: Any) -> None:
+    *post, stream = args
+    launch(_all_reduce(x, out, tuple(post), config), config, stream)
 
 
-def launch(kernel: Any, config: Any, *args: Any) -> None:
-    *tensors, stream = args
-    kernel(*tensors, config).launch(
+def launch(kernel: Any, config: Any, stream: object) -> None:
+    kernel.launch(
         grid=[config.blocks, 1, 1],
         block=[config.threads, 1, 1],
         preferred_smem_carveout=100,

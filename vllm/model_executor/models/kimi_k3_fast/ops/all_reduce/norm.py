@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Uint32
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
@@ -15,36 +15,27 @@ from ..device.norm import inverse_rms, scaled
 from ..device.ptx import load_word, opaque, store_word
 from ..device.reduce import block_sum
 from ..device.vectors import unpack_bf16
-from ..order import Dynamic, Output, Peers, Static, dependency_wait, release_dependents
+from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
 from ..skinny import ceil_div
 from .cute import Group, launch
 
 
 @cute.kernel
-def _all_reduce_norm(
-    norm: Static,
-    x: Dynamic,
-    out: Output,
-    peers: Peers,
-    box: Dynamic,
-    epoch: Dynamic,
-    rank: Int32,
-    words: Int32,
-    config: cutlass.Constexpr,
-):
+def _all_reduce_norm(norm: Static, x: Dynamic, out: Output, post: tuple[Any, ...], config: cutlass.Constexpr):
+    """post: the fields of its `Post`."""
     release_dependents()
     thread, _, _ = cute.arch.thread_idx()
     t, _, _ = cute.arch.block_idx()
-    row, count, warps = config.columns // 2, config.threads, config.threads // 32
+    row, count, warps, own = config.columns // 2, config.threads, config.threads // 32, Post(*post)
     sums = cute.make_tensor(SmemAllocator().allocate_array(Float32, warps), cute.make_layout(warps))
     sent, inside = _words_of(thread, count, row)
     if cutlass.const_expr(config.two_shot):  # this rank adds up its own columns
         places, held = _words_of(thread, count, config.chunk)
-        places = [rank * config.chunk + place for place in places]
+        places = [own.rank * config.chunk + place for place in places]
     else:
         places, held = sent, inside
     token = dependency_wait()
-    group = Group(config, token, Post(peers, box, epoch, rank, words))
+    group = Group(config, token, own)
     group.first_trip(x.after(token).iterator, [t * row + place for place in sent], inside)
     weights = [load_word(norm.early().iterator + 2 * place) for place in places]  # while words travel
 
@@ -59,7 +50,7 @@ def _all_reduce_norm(
     factor = inverse_rms(squares, config.columns, config.eps)
     target = out.after(token).iterator
     for pair, total, weight, real in zip(pairs, totals, weights, held, strict=True):
-        store_word(target + 2 * config.packed(pair), scaled(total, weight, factor), real & (config.owner(pair) == rank))
+        store_word(target + 2 * config.packed(pair), scaled(total, weight, factor), real & (config.owner(pair) == own.rank))
 
 
 def _words_of(thread: Any, threads: int, words: int) -> tuple[list[Any], list[Any]]:
@@ -79,5 +70,6 @@ def _squares(pairs: list[Uint32], held: list[Any]) -> Float32:
     return squares
 
 
-def bf16_all_reduce_norm(config: Any, *args: Any) -> None:
-    launch(_all_reduce_norm, config, *args)
+def bf16_all_reduce_norm(config: Any, norm: Static, x: Dynamic, out: Output, *args: Any) -> None:
+    *post, stream = args
+    launch(_all_reduce_norm(norm, x, out, tuple(post), config), config, stream)

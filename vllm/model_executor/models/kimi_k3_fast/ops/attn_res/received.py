@@ -10,15 +10,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
+from cutlass import BFloat16, Boolean, Float32, Uint32
 from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from ..device import exchange
 from ..device.ptx import store_global
 from ..device.reduce import warp_sum
-from ..device.vectors import load_words, pack_bf16, unpack_bf16
-from ..order import Dynamic, Output, Peers, Static, dependency_wait
+from ..device.vectors import load_words
+from ..order import Dynamic, Output, Static, dependency_wait
 from ..pairs import posted_word
 from .cute import (
     Exchange,
@@ -52,12 +52,7 @@ def received(config: Any, ranks: exchange.Exchange, first: Any, inside: Boolean)
     for at in range(0, 4, step):
         pairs = [pair for pair in range(at, min(at + step, 4)) for _ in senders]
         words = ranks.receive(senders * (len(pairs) // config.world), [first + pair for pair in pairs], inside)
-        for i in range(0, len(words), config.world):
-            even, odd = Float32(0.0), Float32(0.0)
-            for word in words[i : i + config.world]:
-                low, high = unpack_bf16(word)
-                even, odd = even + low, odd + high
-            found.append(pack_bf16(even, odd))
+        found += [exchange.add_up(words[i : i + config.world]) for i in range(0, len(words), config.world)]
     return tuple(found)
 
 
@@ -77,13 +72,10 @@ def _attn_res_received(
     blocks: Dynamic,
     prefix: Dynamic,
     out: Output,
-    peers: Peers,
-    box: Dynamic,
-    epoch: Dynamic,
-    rank: Int32,
-    words: Int32,
+    post: tuple[Any, ...],
     config: cutlass.Constexpr,
 ):
+    """post: the fields of its `Post`."""
     place = Place(config)
     share, mixing = config.share, config.mixing
     memory = SmemAllocator()
@@ -101,7 +93,7 @@ def _attn_res_received(
 
     mine = place.thread * 8 < share
     at = place.base + place.column
-    ranks = exchange.Exchange(config.world, config.bound_ns, token, exchange.Post(peers, box, epoch, rank, words), sent=True)
+    ranks = exchange.Exchange(config.world, config.bound_ns, token, exchange.Post(*post), sent=True)
     current = received(config, ranks, posted_word(config.columns, place.row, place.first + place.column), mine)
     if cutlass.const_expr(not config.replaces):
         current = together(load_words(running + at), current)
@@ -128,6 +120,8 @@ def _attn_res_received(
     store_global(out.after(token).iterator + at, pack(mixed), place.mixes)
 
 
-def bf16_attn_res_received(config: Any, *args: Any) -> None:
-    *tensors, stream = args
-    launch(_attn_res_received(*tensors, config), config, stream)
+def bf16_attn_res_received(
+    config: Any, score: Static, norm: Static, blocks: Dynamic, prefix: Dynamic, out: Output, *args: Any
+) -> None:
+    *post, stream = args
+    launch(_attn_res_received(score, norm, blocks, prefix, out, tuple(post), config), config, stream)

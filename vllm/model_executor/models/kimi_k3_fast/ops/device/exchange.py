@@ -18,11 +18,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from ...comm.layout import HEADER, WORD, first_word
 from ..order import Dynamic, Ordered, Peers
+from .vectors import pack_bf16, unpack_bf16
 
 NAN_PAIR = 0x7FFF7FFF  # two BF16 NaN: what a reader gets that has given up
 
@@ -81,6 +82,15 @@ class Exchange:
         bound_ns = self.bound_ns * 5 // 4 if relayed else self.bound_ns
         data = _receive(addresses, senders, self.epoch, self.box, boxes, inside, bound_ns)
         return [data[i] for i in range(len(senders))]
+
+
+def add_up(words: list[Uint32]) -> Uint32:
+    """A word of each rank, in their order: its two BF16 summed in FP32 and rounded once."""
+    even, odd = Float32(0.0), Float32(0.0)
+    for word in words:
+        low, high = unpack_bf16(word)
+        even, odd = even + low, odd + high
+    return pack_bf16(even, odd)
 
 
 @cute.jit

@@ -65,8 +65,7 @@ class Config(Pairs):
         if found is None and self.r_dtype == "bf16":
             sizes = {"rows": self.rows, "latent": self.latent, "shared": self.shared, "world": self.world}
             found = measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
-        found = found or self._unmeasured
-        return found if isinstance(found, Library) else self.dealt(found)
+        return self.dealt(found or self._unmeasured)
 
     @property
     def shape(self) -> Shape:

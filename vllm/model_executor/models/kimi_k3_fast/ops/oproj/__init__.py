@@ -57,8 +57,7 @@ class Config(Pairs):
         """The given tactic, the measured one, or the default. The library for one rank alone."""
         sizes = {"rows": self.rows, "columns": self.columns}
         found = self.tactic or measured.tactic(Path(__file__).parent, self.tokens, library=self.world == 1, **sizes)
-        found = found or self._unmeasured
-        return found if isinstance(found, Library) else self.dealt(found)
+        return self.dealt(found or self._unmeasured)
 
     @property
     def shape(self) -> Shape:

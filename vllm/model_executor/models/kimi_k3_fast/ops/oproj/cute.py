@@ -6,13 +6,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from ..device.exchange import Post
 from ..device.reduction import Item, Outbox, Reduction, Target
 from ..device.skinny import Rows, Smem, even_share
 from ..device.streamed import make_block
-from ..order import Dynamic, Ordered, Peers, Static, dependency_wait, release_dependents
+from ..order import Dynamic, Ordered, Static, dependency_wait, release_dependents
 
 
 def _target(config: Any, prefix: Dynamic, ready: Ordered) -> Target:
@@ -52,18 +51,15 @@ def _reduced(
     w: Static,
     x: Dynamic,
     prefix: Dynamic,
-    peers: Peers,
-    box: Dynamic,
-    epoch: Dynamic,
-    rank: Int32,
-    words: Int32,
+    post: tuple[Any, ...],
     config: cutlass.Constexpr,
 ):
+    """post: the fields of its `Post`."""
     reductions: list[Reduction] = []
 
     def emit_with(ready: Ordered, group: Any, first: Any) -> Any:
         target = _target(config, prefix, ready)
-        reductions.append(Reduction(config, ready, target, Post(peers, box, epoch, rank, words), group, first))
+        reductions.append(Reduction(config, ready, target, Post(*post), group, first))
         return reductions[0].emit
 
     _project(config, w, x, emit_with)
@@ -71,13 +67,12 @@ def _reduced(
 
 
 @cute.kernel
-def _posted(
-    w: Static, x: Dynamic, peers: Peers, box: Dynamic, epoch: Dynamic, rank: Int32, words: Int32, config: cutlass.Constexpr
-):
+def _posted(w: Static, x: Dynamic, post: tuple[Any, ...], config: cutlass.Constexpr):
+    """post: the fields of its `Post`."""
     outboxes: list[Outbox] = []
 
     def emit_with(ready: Ordered, group: Any, first: Any) -> Any:
-        outboxes.append(Outbox(config, ready, Post(peers, box, epoch, rank, words)))
+        outboxes.append(Outbox(config, ready, Post(*post)))
         return outboxes[0].emit
 
     _project(config, w, x, emit_with)
@@ -100,11 +95,11 @@ def bf16_oproj(config: Any, w: Static, x: Dynamic, prefix: Dynamic, stream: obje
     _launch(_alone(w, x, prefix, config), config, stream)
 
 
-def bf16_oproj_reduced(config: Any, *args: Any) -> None:
-    *tensors, stream = args
-    _launch(_reduced(*tensors, config), config, stream)
+def bf16_oproj_reduced(config: Any, w: Static, x: Dynamic, prefix: Dynamic, *args: Any) -> None:
+    *post, stream = args
+    _launch(_reduced(w, x, prefix, tuple(post), config), config, stream)
 
 
-def bf16_oproj_posted(config: Any, *args: Any) -> None:
-    *tensors, stream = args
-    _launch(_posted(*tensors, config), config, stream)
+def bf16_oproj_posted(config: Any, w: Static, x: Dynamic, *args: Any) -> None:
+    *post, stream = args
+    _launch(_posted(w, x, tuple(post), config), config, stream)
