@@ -383,7 +383,8 @@ def test_a_near_tie_that_falls_either_way_is_no_deviation(sides: Callable[..., S
         assert both.replay() == {}
     assert both.third in both.chosen(both.fast) and both.chosen(both.fast) == both.chosen(both.stock)
     assert 0 < both.guard.report()["gauges"]["shadow_worst_ratio"] < 1
-    lower, own = (side[f"layers.{TIED}.choice"][0, 1] for side in scores[0])  # the first are of the step, the others of draws
+    of_step = scores[0][f"layers.{TIED}.choice"]  # the others are of draws
+    lower, own = of_step.taken[0, 1], of_step.best[0, 1]
     assert own - lower == pytest.approx(1e-4, rel=0.2), "what stock would have taken itself is still known"
 
 
@@ -525,7 +526,7 @@ def test_a_captured_router_of_stocks_follows_the_ids_in_the_buffer() -> None:
         assert (found[1] == others).all()
         score = torch.sigmoid(logits)[:, others.long()]
         torch.testing.assert_close(found[0], 2.5 * score / score.sum(-1, keepdim=True), rtol=1e-4, atol=0)
-        theirs, best_own = choices.judged(torch.tensor([True, True, False, True], device="cuda"))
-    assert theirs["layers.7.choice"].shape == (3, k)
-    assert (theirs["layers.7.choice"].sum(-1) < best_own["layers.7.choice"].sum(-1)).all()
+        scores = choices.judged(torch.tensor([True, True, False, True], device="cuda"))["layers.7.choice"]
+    assert scores.imposed.shape == (3, k)
+    assert (scores.imposed.sum(-1) < scores.best.sum(-1)).all()
     assert "_compute_routing" not in vars(router)

@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.models.kimi_k3_fast.fast import watch
 from vllm.model_executor.models.kimi_k3_fast.fast.executor import CacheRows, StateSlots
 from vllm.model_executor.models.kimi_k3_fast.guard import Guard, Policy, StateView, WriteSet
+from vllm.model_executor.models.kimi_k3_fast.model.moe import Judged
 
 BLOCK = 4
 
@@ -35,8 +36,10 @@ def step(tmp_path):
         caches.latent.view(-1, 10)[[5, 18]] = x[:, :10]
         return (x + caches.state[[2, 4]].flatten(1)[:, :16]) * (1 + fault)
 
-    def run(fault: float = 0.0, state_fault: float = 0.0, chosen: float = 0.7) -> torch.Tensor:
-        """`chosen`: score of the expert that the fast side took, where the standard side's own has 0.7."""
+    def run(fault: float = 0.0, state_fault: float = 0.0, chosen: float = 0.7, noise: float = 0.0) -> torch.Tensor:
+        """`chosen`: score of the expert that the fast side took, where the standard side's own has 0.7; `noise`: by how much a
+        nudge of the standard side moves that score."""
+        runs = iter((0.0, noise))
 
         def fast(choices: list[torch.Tensor]) -> torch.Tensor:
             choices.append(torch.tensor([[1], [0]]))
@@ -47,14 +50,14 @@ def step(tmp_path):
         @contextmanager
         def impose(choices):
             assert [choice.tolist() for choice in choices] == [[[1], [0]]]
-            yield {"layers.0.choice": torch.full((2, 1), chosen)}, {"layers.0.choice": torch.full((2, 1), 0.7)}
+            yield {"layers.0.choice": Judged(torch.full((2, 1), chosen + next(runs)), torch.full((2, 1), 0.7))}
 
         before = {name: tensor.clone() for name, tensor in vars(caches).items()}
         both = watch.run_both(views, writes, fast, lambda nudge: forward(nudge), lambda hidden: hidden * 2, impose)
         for name, tensor in before.items():
             assert torch.equal(getattr(caches, name), tensor), f"{name}: not put back"
         agreed = watch.shadowed(guard, "decode/t2", views, both, lambda: {"input_ids": torch.tensor([1, 2])}, {})
-        assert agreed == (fault == state_fault == 0.0 and chosen == 0.7)
+        assert agreed == (fault == state_fault == 0.0 and 0.7 - chosen < 6 * noise + 1e-6), "a nudge counts twice, and thrice"
         return forward(0.0)
 
     return guard, caches, forward, run
@@ -80,8 +83,9 @@ def test_the_step_leaves_what_one_standard_step_leaves(step):
         ((1e-2, 0.0), "shadow_logits", ("hidden", "logits")),
         ((0.0, 1e-2), "shadow_state", ("layers.0.state",)),
         ((0.0, 0.0, 0.69), "shadow_choice", ("layers.0.choice",)),
+        ((0.0, 0.0, 0.69, 1e-3), "shadow_choice", ("layers.0.choice",)),
     ],
-    ids=["output off by 1e-2", "state off by 1e-2", "a worse expert"],
+    ids=["output off by 1e-2", "state off by 1e-2", "a worse expert", "a worse expert, and noise that does not explain it"],
 )
 def test_a_fault_of_the_fast_side_is_named_and_does_not_reach_the_caller(step, faults, reason, tensor):
     guard, caches, forward, run = step
@@ -96,13 +100,19 @@ def test_a_fault_of_the_fast_side_is_named_and_does_not_reach_the_caller(step, f
     assert guard.quarantined("decode/t2")
 
 
+def test_an_expert_whose_score_noise_moves_as_far_is_no_fault(step):
+    guard, _, _, run = step
+    run(chosen=0.69, noise=2e-3)
+    assert guard.report()["violations"]["by_reason"] == {}
+
+
 def test_draws_of_noise_put_the_state_back_and_keep_the_furthest(step, monkeypatch):
     _, caches, forward, _ = step
     monkeypatch.setattr(watch, "DRAWS", 3)
     views = [StateView("layers.0.state", "kda_recurrent", 0, 0, caches.state)]
     writes = WriteSet(slots={0: torch.tensor([2, 4])}, rows={})
     state = caches.state.clone()
-    impose = lambda choices: nullcontext(({}, {}))  # noqa: E731
+    impose = lambda choices: nullcontext({})  # noqa: E731
     both = watch.run_both(views, writes, lambda choices: forward(0.0), lambda nudge: forward(nudge), lambda hidden: None, impose)
     asked = []
 
@@ -137,7 +147,7 @@ def test_a_snapshot_holds_what_the_step_read_and_nothing_else(step):
         choices.extend(chosen)
         return forward(0.0)
 
-    impose = lambda choices: nullcontext(({}, {}))  # noqa: E731
+    impose = lambda choices: nullcontext({})  # noqa: E731
     both = watch.run_both(views, writes, fast, lambda nudge: forward(nudge), lambda hidden: None, impose)
     kept = watch.snapshot(views, ["kda", "mla"], tensors, torch.tensor([11, 12]), both)
     assert torch.equal(kept["choices.0"], chosen[0])

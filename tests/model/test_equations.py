@@ -166,16 +166,33 @@ def test_experts_that_another_path_chose_are_taken_and_judged_by_their_scores() 
 
     def judge(choice: list[int]) -> float:
         layer = Layer()
-        with moe.imposed({"layers.1.choice": layer}, [torch.tensor([choice])]) as (theirs, own):
+        with moe.imposed({"layers.1.choice": layer}, [torch.tensor([choice])]) as judged:
             experts, weights = moe.route(logits, bias, 3, True, 1.0, layer.imposed)
             layer.judged = moe.judge(logits, bias, layer.imposed)
         assert experts.tolist() == [choice]
         assert torch.allclose(weights.sum(), torch.tensor(1.0))
         assert layer.imposed is None
-        return float((own["layers.1.choice"] - theirs["layers.1.choice"]).norm() / own["layers.1.choice"].norm())
+        scores = judged["layers.1.choice"]
+        return float((scores.best - scores.taken).norm() / scores.best.norm())
 
     assert judge([0, 1, 2]) == judge([2, 0, 1]) == 0.0
     assert 0 < judge([0, 1, 3]) < 1e-6
     assert judge([0, 1, 4]) > 0.1
     with pytest.raises(ValueError, match="expected the chosen experts of 1 layers, found 0"), moe.imposed({"x": Layer()}, []):
         pass
+
+
+def test_noise_is_measured_by_the_experts_that_it_moves_and_by_the_places() -> None:
+    """Two experts that change places under noise are far from where they were, though the sorted scores are the same; an expert
+    that noise raises above all others is seen in the places alone; a score that is no number measures nothing."""
+    chosen, bias = torch.tensor([[0, 1]]), torch.zeros(4)
+
+    def judge(*scores: float) -> moe.Judged:
+        return moe.judge(torch.tensor([scores]).logit(), bias, chosen)
+
+    still = judge(0.6, 0.5, 0.4, 0.3)
+    swapped, raised = judge(0.5, 0.6, 0.4, 0.3), judge(0.6, 0.5, 0.4, 0.9)
+    assert torch.allclose(swapped.best, still.best)
+    assert torch.allclose(still.moved(swapped), still.best + torch.tensor([[-0.1, 0.1]]))
+    assert torch.allclose(still.moved(raised), torch.tensor([[0.9, 0.6]]))
+    assert torch.equal(still.moved(moe.Judged(still.imposed * torch.nan, still.best)), still.best)

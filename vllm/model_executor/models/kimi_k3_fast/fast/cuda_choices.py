@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ..model import moe
+from ..model.moe import Judged
 from .cuda_views import Model, Moe
-
-Judged = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 @dataclass
@@ -56,12 +55,11 @@ class Choice:
         shares = moe.shares(torch.sigmoid(logits.float()), ids, self.moe.renormalise, self.moe.scaling)
         return torch.where(sound, shares, weights), torch.where(sound, ids.to(chosen.dtype), chosen)
 
-    def judged(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Selection scores [real, k] on stock's side, sorted: of the experts imposed (NaN where these were no k different ones),
-        and of stock's own choice. rows: [T] bool, the real ones."""
+    def judged(self, rows: torch.Tensor) -> Judged:
+        """Scores [real, k] on stock's side; NaN where no k different experts were imposed. rows: [T] bool, the real ones."""
         ids, sound = self._sound(rows.shape[0])
-        theirs, own = moe.judge(self.logits[: rows.shape[0]], self.moe.bias, ids)
-        return theirs.masked_fill(~sound, torch.nan)[rows], own[rows]
+        imposed, best = moe.judge(self.logits[: rows.shape[0]], self.moe.bias, ids)
+        return Judged(imposed.masked_fill(~sound, torch.nan)[rows], best[rows])
 
     def _sound(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids int64 [T, k], zeros in rows that do not name k different experts, and which rows do: [T, 1]. Multiplied, not
@@ -112,7 +110,6 @@ class Choices:
                 "Leave `shadow` out of the settings."
             )
 
-    def judged(self, rows: torch.Tensor) -> Judged:
+    def judged(self, rows: torch.Tensor) -> dict[str, Judged]:
         """After a replay of stock's graph: by name, `Choice.judged`."""
-        found = {name: choice.judged(rows) for name, choice in self.layers.items()}
-        return {name: theirs for name, (theirs, _) in found.items()}, {name: own for name, (_, own) in found.items()}
+        return {name: choice.judged(rows) for name, choice in self.layers.items()}

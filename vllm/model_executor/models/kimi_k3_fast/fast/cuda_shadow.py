@@ -16,7 +16,7 @@ small ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,12 @@ import torch
 
 from ..guard import Guard
 from ..guard.shadow import DRAWS, Difference, compare
+from ..model.moe import Judged
 from ..reasons import Reason
-from .cuda_choices import Choices, Judged
+from .cuda_choices import Choices
 from .cuda_executor import Caches
 from .cuda_path import CudaPath
+from .watch import moved
 
 TIMES = 8.0  # of what stock moves by
 LEAST, MOST = TIMES * 2.0**-8, 0.7  # of the bar: BF16's own rounding; unrelated vectors are 1.4 apart
@@ -126,8 +128,8 @@ class Watch:
         def copied(hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
             return hidden, [raw.clone() for raw in memory]
 
-        def judged() -> Judged:
-            return self.choices.judged(rows) if shadow and self.choices is not None else ({}, {})
+        def judged() -> Mapping[str, Judged]:
+            return self.choices.judged(rows) if shadow and self.choices is not None else {}
 
         fast = copied(run(graph.fast.replay))
         hidden = run(graph.stock.replay)
@@ -186,14 +188,17 @@ class Watch:
                 values = [_seen(memory, side[1], tensor, bits=False)[wrote] for side in (fast, stock, nudged)]
                 yield _difference(name, *values)
 
-    def _of_choices(self, hidden: list[torch.Tensor], stock: Judged, nudged: Judged) -> Iterator[Difference]:
+    def _of_choices(
+        self, hidden: list[torch.Tensor], judged: Mapping[str, Judged], noisy: Mapping[str, Judged]
+    ) -> Iterator[Difference]:
         """The choices of experts, by the guard's own judgement. It takes the step's dtype from all that it is shown, and scores
         are fp32 in a BF16 step: the hidden states go along, judged apart."""
         if self.choices is None:
             return
-        scores = zip(hidden, (stock[0], stock[1], nudged[1]), strict=True)
-        fast, standard, moved = ({"hidden": states, **found} for states, found in scores)
-        yield from (d for d in compare(fast, standard, self.choices.depth, moved) if d.name != "hidden")
+        taken, best = ({name: getattr(scores, kind) for name, scores in judged.items()} for kind in ("taken", "best"))
+        sides = ({"hidden": states, **found} for states, found in zip(hidden, (taken, best, moved(judged, noisy)), strict=True))
+        fast, standard, nudged = sides
+        yield from (d for d in compare(fast, standard, self.choices.depth, nudged) if d.name != "hidden")
 
     def _views(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name, tensor, whether a slot is written as a whole) of every cache that a step writes."""

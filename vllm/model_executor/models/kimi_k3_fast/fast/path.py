@@ -55,7 +55,7 @@ class FastPath:
         mutations: Sequence[Mutation] = (),
         logits: Callable[[torch.Tensor], torch.Tensor | None] = lambda hidden: None,
         origin: Mapping[str, Any] | None = None,
-        impose: watch.Impose = lambda choices: nullcontext(({}, {})),
+        impose: watch.Impose = lambda choices: nullcontext({}),
     ) -> None:
         self.guard: Guard = guards.current()
         self.settings = settings
@@ -160,10 +160,11 @@ class FastPath:
 
     def outcome(self, step: Any, standard: Standard, choices: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the standard path makes of the step of this attention metadata with these experts chosen, unrecorded."""
-        with self.impose(choices) as (_, own):
+        with self.impose(choices) as judged:
             hidden = standard(0.0)
         writes = watch.write_set(metadata.step_tensors(step, self._groups), self._groups)
-        return watch.outcome(hidden, self._state, writes, self.logits) | own
+        best = {name: scores.best for name, scores in judged.items()}
+        return watch.outcome(hidden, self._state, writes, self.logits) | best
 
     def _decide(self, key: StepKey) -> Plan | tuple[Refusal, ...]:
         refused = self.refusals or self.guard.late_refusals

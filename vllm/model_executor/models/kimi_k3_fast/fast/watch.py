@@ -11,6 +11,7 @@ import torch
 
 from ..guard import Guard, StateView, WriteSet
 from ..guard.shadow import DRAWS, NUDGES, furthest, own_error
+from ..model.moe import Judged
 from .executor import StateSlots, StepTensors
 from .views import Backbone, Kda
 
@@ -45,21 +46,21 @@ def write_set(tensors: StepTensors, groups: Sequence[str]) -> WriteSet:
     return WriteSet(slots=slots, rows=rows)
 
 
-Judged = tuple[Tensors, Tensors]
-Impose = Callable[[list[torch.Tensor]], AbstractContextManager[Judged]]  # see `model.moe.imposed`
+Impose = Callable[[list[torch.Tensor]], AbstractContextManager[Mapping[str, Judged]]]  # see `model.moe.imposed`
 
 
 @dataclass(frozen=True)
 class Both:
     """One step run on both paths from one state. `before`: that state, where the step writes; `choices`: the experts [T, k] that
     the fast side chose, layer by layer; `fast`, `standard`, `nudged`: what each side returned and wrote, by name, behind these
-    choices."""
+    choices, and what its choices come to on the standard side, which has `judged` them."""
 
     before: Tensors
     choices: list[torch.Tensor]
     fast: Tensors
     standard: Tensors
     nudged: Tensors
+    judged: Mapping[str, Judged]
 
 
 def run_both(
@@ -80,15 +81,19 @@ def run_both(
     hidden = fast(choices)
     found = outcome(hidden, views, writes, logits)
     put_back(views, writes, before)
-    sides = []
-    for nudge in (0.0, own_error(hidden.dtype)):
-        with impose(choices) as (theirs, own):
+
+    def behind_them(nudge: float) -> tuple[Tensors, Mapping[str, Judged]]:
+        with impose(choices) as judged:
             hidden = standard(nudge)
-        sides.append(outcome(hidden, views, writes, logits) | own)
+        side = outcome(hidden, views, writes, logits)
         put_back(views, writes, before)
-        if not nudge:
-            found |= theirs
-    return Both(before, choices, found, *sides)
+        return side, judged
+
+    theirs, judged = behind_them(0.0)
+    nudged, noisy = behind_them(own_error(hidden.dtype))
+    found |= {name: scores.taken for name, scores in judged.items()}
+    theirs |= {name: scores.best for name, scores in judged.items()}
+    return Both(before, choices, found, theirs, nudged | moved(judged, noisy), judged)
 
 
 def draws(
@@ -105,13 +110,18 @@ def draws(
     """
 
     def one(draw: int) -> Tensors:
-        with impose(both.choices) as (_, own):
+        with impose(both.choices) as noisy:
             hidden = standard(NUDGES * own_error(both.standard["hidden"].dtype), draw)
-        moved = outcome(hidden, views, writes, logits) | own
+        side = outcome(hidden, views, writes, logits)
         put_back(views, writes, both.before)
-        return moved
+        return side | moved(both.judged, noisy)
 
     return furthest(both.standard, map(one, range(1, DRAWS + 1)))
+
+
+def moved(judged: Mapping[str, Judged], noisy: Mapping[str, Judged]) -> Tensors:
+    """What choices come to on a side with noise, by name: see `Judged.moved`."""
+    return {name: scores.moved(noisy[name]) for name, scores in judged.items()}
 
 
 def shadowed(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +54,29 @@ def shares(score: torch.Tensor, experts: torch.Tensor, renormalize: bool, scalin
     return weights * scaling
 
 
-def judge(logits: torch.Tensor, bias: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Selection scores s + bias, [T, k] each and sorted: of the experts `chosen` [T, k], and of the k best."""
+class Judged(NamedTuple):
+    """Selection scores s + bias, [T, k] each: of the experts that were imposed, in their order, and of the k best, sorted."""
+
+    imposed: torch.Tensor
+    best: torch.Tensor
+
+    @property
+    def taken(self) -> torch.Tensor:
+        """The imposed experts' scores as `best` has its own: equal where the choices are."""
+        return self.imposed.sort(dim=-1, descending=True).values
+
+    def moved(self, noisy: Judged) -> torch.Tensor:
+        """`best`, changed as far as noise moves scores: those of the imposed experts or the sorted ones, whichever go further.
+        Sorting hides how far a single expert's went, and of the imposed ones none need be the one that noise has raised."""
+        by_expert, by_place = ((n - s).nan_to_num(0.0, 0.0, 0.0) for n, s in zip(noisy, self, strict=True))
+        further = by_expert.norm(dim=-1, keepdim=True) > by_place.norm(dim=-1, keepdim=True)
+        return self.best + torch.where(further, by_expert, by_place)
+
+
+def judge(logits: torch.Tensor, bias: torch.Tensor, chosen: torch.Tensor) -> Judged:
+    """The scores that a choice of experts is judged by. chosen: int64 [T, k]."""
     score = torch.sigmoid(logits) + bias
-    return score.gather(-1, chosen).sort(dim=-1, descending=True).values, score.topk(chosen.shape[-1], dim=-1).values
+    return Judged(score.gather(-1, chosen), score.topk(chosen.shape[-1], dim=-1).values)
 
 
 class Experts(nn.Module):
@@ -126,7 +146,7 @@ class SparseMoE(nn.Module):
         self.correction_bias = parameter(config.num_experts, dtype=torch.float32)
         self.experts = Experts(config)
         self.imposed: torch.Tensor | None = None
-        self.judged: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.judged: Judged | None = None
         self.shared_experts = (
             MLP(config, config.shared_intermediate_size, f"{prefix}.shared_experts") if config.num_shared_experts else None
         )
@@ -174,29 +194,25 @@ class SparseMoE(nn.Module):
                 yield f"shared_experts.{name}", target
 
 
-Judged = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-
-
 @contextmanager
-def imposed(layers: Mapping[str, SparseMoE], choices: Sequence[torch.Tensor]) -> Iterator[Judged]:
+def imposed(layers: Mapping[str, SparseMoE], choices: Sequence[torch.Tensor]) -> Iterator[dict[str, Judged]]:
     """While this lasts, every layer takes the experts that another path chose for the same tokens, [T, k] each in order.
 
     Rounding decides between experts of nearly equal score; either choice is right, but what follows differs by a whole expert.
-    Two paths can be compared only behind the same choices, and the choices by their scores: at the end the two dictionaries
-    hold, by the layer's name, the selection scores [T, k] of the imposed experts and of the layer's own choice, sorted.
+    Two paths can be compared only behind the same choices, and the choices by their scores, which the dictionary holds at the
+    end, by the layer's name.
     Raises ValueError unless there is one choice for each layer.
     """
     if len(choices) != len(layers):
         raise ValueError(f"expected the chosen experts of {len(layers)} layers, found {len(choices)}: the path must record all")
-    theirs: dict[str, torch.Tensor] = {}
-    own: dict[str, torch.Tensor] = {}
+    judged: dict[str, Judged] = {}
     for layer, choice in zip(layers.values(), choices, strict=True):
         layer.imposed = choice
     try:
-        yield theirs, own
+        yield judged
         for name, layer in layers.items():
             assert layer.judged is not None
-            theirs[name], own[name] = layer.judged
+            judged[name] = layer.judged
     finally:
         for layer in layers.values():
             layer.imposed = layer.judged = None
