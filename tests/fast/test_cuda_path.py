@@ -88,6 +88,25 @@ def test_a_captured_size_is_fast_and_its_replays_say_so(monkeypatch, packs):
     assert names == ["CudaGraphManager.dispatch", *([] if packs else ["memory for routed experts"])]
 
 
+def test_vllms_warm_up_before_the_capture_is_no_step(monkeypatch):
+    """It dispatches requests of its own; none of them falls back, which `require` would end it for."""
+    replace_kernels(monkeypatch)
+    path, model = make(dataclasses.replace(LIFTED, mode="require"))
+    bind(path, model)
+    key = StepKey(2, 2, 2, 0, 1, path.generation, "none")
+    dispatch("none", 2, 2)
+    path.record(key)
+    counters = guards.current().report()["counters"]
+    assert counters["warm_up_steps"] == 1 and "require_failed_steps" not in counters
+    assert steps()["standard"]["steps"] == steps()["fallback"] == 0
+    capture(path, model)
+    dispatch("none", 2, 2)
+    path.record(key)
+    counters = guards.current().report()["counters"]
+    assert (counters["warm_up_steps"], counters["require_failed_steps"]) == (1, 1)
+    assert steps()["standard"]["steps"] == steps()["fallback"] == 1
+
+
 def test_every_captured_size_is_made_ready_in_the_first_warm_up(monkeypatch):
     replace_kernels(monkeypatch)
     path, model = make()

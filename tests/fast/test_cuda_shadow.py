@@ -120,6 +120,20 @@ def test_a_write_that_stock_does_not_do_is_found(spoil: Callable, reason: str) -
     assert guard.report()["violations"]["last"][-1]["where"]["plan_key"] == "decode/6/cute"
 
 
+def test_a_convolution_state_that_stock_leaves_as_it_was_is_still_the_steps() -> None:
+    """A token repeats itself: stock writes the very bits that lay there, the fast side rounds one of them another way. To the
+    latent cache of the pool these are rows of a page. The same write is none of the step's in a slot that has no request."""
+    pool = Pool()
+    pool.conv[1] = pool.conv[1, 2]  # three times the same token
+    graph, guard = pool.watch(lambda: (pool.step(), pool.conv[1, 2, 0].add_(0.5)), audit_every=1)
+    graph.replay()
+    assert found(guard) == {}
+    pool = Pool()
+    graph, guard = pool.watch(lambda: (pool.step(), pool.conv[5, 2, 0].add_(0.5)), audit_every=1)
+    graph.replay()
+    assert set(found(guard)) == {"write_outside"}
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -11,6 +11,13 @@ def k3_pid(worker: Any) -> str:
     return str(os.getpid())
 
 
+def k3_memory(worker: Any) -> str:
+    """MiB that tensors hold on the worker's GPU, without what PyTorch keeps for the next ones."""
+    import torch
+
+    return str(torch.cuda.memory_allocated() >> 20)
+
+
 def k3_lose_peer(worker: Any, rank: str) -> None:
     """What a kernel does whose wait for this rank has run out: say so in every rank's mailbox."""
     import twin_graphs
@@ -22,5 +29,5 @@ def register() -> None:
     """vLLM's plug-in entry. Safe to call twice."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    for method in (k3_pid, k3_lose_peer):
+    for method in (k3_pid, k3_memory, k3_lose_peer):
         setattr(WorkerBase, method.__name__, method)

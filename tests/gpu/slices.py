@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -125,12 +124,9 @@ def rpc(url: str, method: str, *args: str) -> list[Any]:
         return json.load(answer)["results"]
 
 
-def gpu_memory() -> list[int]:
-    """MiB in use on each GPU, by whoever."""
-    text = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True
-    ).stdout
-    return [int(line) for line in text.splitlines()]
+def gpu_memory(url: str) -> list[int]:
+    """MiB that the server's tensors hold, by rank."""
+    return [int(mib) for mib in rpc(url, "k3_memory")]
 
 
 def workers(url: str) -> list[int]:

@@ -130,6 +130,39 @@ def test_decode_steps_are_counted_as_fast_and_nothing_is_violated(llm):
     assert after["violations"]["by_reason"] == before["violations"]["by_reason"], after["violations"]
 
 
+def unlike(worker: Any, tokens: int, times: int) -> int:
+    """Replays of a graph, from the caches and the batch of its last step, that did not leave the bits that the first did."""
+    import torch
+    import twin_graphs
+
+    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_shadow
+
+    manager = twin_graphs.runner_of(worker).cudagraph_manager
+    (graph,) = (g for desc, g in manager.graphs.items() if desc.num_tokens == tokens and desc.cg_mode.name == "FULL")
+    memory = cuda_shadow._memory(twin_graphs.fast_of(worker).executor.caches)
+    before = [raw.clone() for raw in memory]
+
+    def replayed() -> list[torch.Tensor]:
+        for raw, old in zip(memory, before, strict=True):
+            raw.copy_(old)
+        graph.replay()
+        return [manager.hidden_states[:tokens].view(torch.int16).clone(), *(raw.clone() for raw in memory)]
+
+    first = replayed()
+    found = sum(any(not torch.equal(a, b) for a, b in zip(first, replayed(), strict=True)) for _ in range(times))
+    for raw, old in zip(memory, before, strict=True):
+        raw.copy_(old)
+    return found
+
+
+@pytest.mark.parametrize("batch", SIZES)
+def test_a_step_from_one_state_gives_the_same_bits(llm, batch):
+    """Whatever else the GPU does meanwhile: sums have one order."""
+    take(llm, "fast")
+    complete(llm, prompts(batch), tokens=3)
+    assert llm.collective_rpc(unlike, args=(batch, 30)) == [0]
+
+
 def test_a_request_does_not_see_its_neighbours_or_the_padding(llm):
     """The same prompt alone and among others: equal but for the batch's own rounding. Twice alone: to the bit, if stock is."""
     asked, alone = prompts(ROWS), {}

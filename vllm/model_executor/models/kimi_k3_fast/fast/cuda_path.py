@@ -303,9 +303,14 @@ class CudaPath:
         self._look_after_mailbox()
 
     def record(self, key: StepKey) -> None:
-        """A real step that replays no FULL graph is about to run, on stock's path."""
+        """A real step that replays no FULL graph is about to run, on stock's path. Before a binding's graphs are captured it is
+        of requests that vLLM makes up to warm its kernels."""
         retired = self._turned_away
         self.replayed()
+        if self.executor is None and not self.refusals:
+            self.guard.count("warm_up_steps")
+            self.guard.abandon_step()
+            return
         refused = self.refusals or self.guard.late_refusals
         decided = refused or self._plan(key)
         found = () if isinstance(decided, Plan) else decided

@@ -4,7 +4,9 @@ A captured step cannot be looked into, so where the settings ask for checks, sto
 same weights, caches and input buffers; that takes the memory and the seconds of a second set of graphs. A sampled replay copies
 the caches, runs the fast graph, puts the caches back and runs stock's.
 
-audit: a state slot or cache row that the fast graph changed and stock's did not is written outside the step's write-set.
+audit: a state slot or cache row that the fast graph changed and stock's did not is written outside the step's write-set. A slot
+that stock wrote is the step's as a whole, whichever of its numbers came out as they were: a token that repeats itself leaves a
+convolution state, which is rows to a latent cache of the same pool, with the very bits that it had.
 shadow: stock runs behind the fast side's choice of experts (see `cuda_choices`). Hidden states of the real rows, and every state
 and row that stock wrote, are compared by relative distance; the bar is what stock itself moves by behind the same choices when
 all its caches are changed by one BF16 rounding, and a multiple of it. One draw of that noise may miss what amplifies, so a step
@@ -146,15 +148,28 @@ class Watch:
 
     def _audit(self, graph: Checked, memory: Any, before: Any, fast: Any, stock: Any) -> None:
         self.guard.count("audited_steps")
+        written = self._slots_written(memory, before, stock)
         for name, tensor, whole in self._views():
             old, mine, theirs = (_seen(memory, copy, tensor) for copy in (before, fast, stock))
             outside = _changed(old, theirs, whole).logical_not_()
+            outside[written[_pool(tensor)]] = False
             outside[0] = True  # the null block is nobody's, whatever stock does for padded rows
             outside = (outside & _changed(old, mine, whole)).nonzero()
             for place in outside[:8].tolist():
                 reason = Reason.WRITE_OUTSIDE if place[0] else Reason.NULL_BLOCK_WRITTEN
                 where = {"plan_key": graph.plan, "tensor": name, "slot": place[0], "row": place[-1]}
                 self.guard.violation(reason, where, f"{name}: not this step's to write ({len(outside)} such places)")
+
+    def _slots_written(self, memory: Any, before: Any, stock: Any) -> dict[tuple[int, int], torch.Tensor]:
+        """By pool: which pages [slots] stock has written as recurrent states of one of the layers that share them."""
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for _, tensor, whole in self._views():
+            wrote = torch.zeros(tensor.shape[0], dtype=torch.bool, device=tensor.device)
+            if whole:
+                wrote = _own(_seen(memory, before, tensor), _seen(memory, stock, tensor), whole)
+            at = _pool(tensor)
+            found[at] = found[at] | wrote if at in found else wrote
+        return found
 
     def _shadow(
         self, graph: Checked, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, draw: Callable[[], Any]
@@ -217,6 +232,11 @@ def _memory(caches: Caches) -> list[torch.Tensor]:
         if storage.data_ptr() not in found:
             found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     return list(found.values())
+
+
+def _pool(tensor: torch.Tensor) -> tuple[int, int]:
+    """Caches of one pool have their pages at the same places: memory, and bytes of a page."""
+    return tensor.untyped_storage().data_ptr(), tensor.stride(0) * tensor.element_size()
 
 
 def _check_room(memory: list[torch.Tensor], copies: int) -> None:

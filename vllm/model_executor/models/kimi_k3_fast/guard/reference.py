@@ -30,6 +30,7 @@ COUNTERS = {
     "agreement_checks": "comparisons of the ranks' decisions",
     "require_failed_steps": "decode steps whose requests mode `require` ended",
     "unscheduled_forwards": "forward calls that no runner dispatched: profiling, warm-up and capture",
+    "warm_up_steps": "steps of requests that vLLM makes up before it captures its graphs; not among the steps",
 }
 """Every name that `counters` of the report, and the label `name` of `k3fast_events_total`, can take."""
 
