@@ -10,9 +10,12 @@ import pytest
 from order_kernels import MUTANTS, RIGHT
 from scale_kernel import spec as scale_spec
 
-from vllm.model_executor.models.kimi_k3_fast.ops import build, commands, index, verify
+from vllm.model_executor.models.kimi_k3_fast.ops import build, commands, index, projection, verify
 from vllm.model_executor.models.kimi_k3_fast.ops.build import KernelSpec
 from vllm.model_executor.models.kimi_k3_fast.ops.cubin import parameter_offsets
+from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
+from vllm.model_executor.models.kimi_k3_fast.ops.verify import sass
+from vllm.model_executor.models.kimi_k3_fast.ops.verify.flow import UNTOLD, Kind
 
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.name)
@@ -133,3 +136,56 @@ def test_a_spill_is_a_failure_unless_listed(fresh_store: build.Store, monkeypatc
     commands._checker.cache_clear()
     assert not commands._verify(folders, spec, "sm_90a")["findings"]
     commands._checker.cache_clear()
+
+
+# -- arrivals and the loads before them ----------------------------------------
+STAGES = Tactic(groups=2, k_warps=4, tiles=3, stages=2, chunk=256, fetchers=2, height=48)
+RING = projection.spec(projection.Config(8, 96, 2048, tactic=STAGES))
+
+
+def _ring(arch: str) -> tuple[str, list[str], list[tuple[int, int]]]:
+    """PTX, the instructions of the listing, and the parameters' offsets."""
+    assert RING is not None
+    path = build.ensure(RING, arch) / f"{RING.name}-{build.content_hash(RING, arch)}.cubin"
+    return path.with_suffix(".ptx").read_text(), verify.disassemble(path).splitlines(), parameter_offsets(path)
+
+
+def test_an_arrival_that_goes_while_loads_are_under_way_is_caught(arch: str, shared_store: build.Store) -> None:
+    """The assembler did so with a ring whose arrival did not depend on what was loaded."""
+    ptx, lines, offsets = _ring(arch)
+    assert verify.check_files(RING, arch, ptx, "\n".join(lines), offsets).passed
+    arrival = next(i for i, line in enumerate(lines) if "SYNCS.ARRIVE" in line and ".ART0" in line)
+    load = max(i for i, line in enumerate(lines[:arrival]) if "LDS.128" in line)
+    lines.insert(load + 1, lines.pop(arrival))
+    report = verify.check_files(RING, arch, ptx, "\n".join(lines), offsets)
+    assert [(f.stage, "loads of shared memory are under way" in f.problem) for f in report.findings] == [("SASS", True)]
+
+
+def test_an_arrival_that_is_not_known_is_an_error(arch: str, shared_store: build.Store) -> None:
+    ptx, lines, offsets = _ring(arch)
+    listing = "\n".join(line.replace("SYNCS.ARRIVE.TRANS64.ART0", "SYNCS.ARRIVE.TRANS64.NEW0") for line in lines)
+    assert "none that is known in SASS" in str(verify.check_files(RING, arch, ptx, listing, offsets))
+    assert "expected the bits" in str(verify.check_files(RING, arch, ptx, listing.replace(" 0x", " "), offsets))
+
+
+def test_the_counters_are_where_they_are_read(arch: str, shared_store: build.Store) -> None:
+    """In the bits of each instruction. Nobody reads a register that a load of shared memory has still to fill; were the fields
+    elsewhere, some would."""
+    _, lines, offsets = _ring(arch)
+    filled: dict[str, int] = {}  # by register, the counter that will tell
+    untold: list[str] = []
+    loads = 0
+    for instruction in sass.parse("\n".join(lines), offsets).instructions:
+        filled = {register: counter for register, counter in filled.items() if not instruction.awaits >> counter & 1}
+        assert not {*instruction.reads} & {*filled, *untold}, instruction.text
+        if instruction.kind in (Kind.BRANCH, Kind.BARRIER, Kind.EXIT):
+            filled, untold = {}, []  # another path: what it waits for is not followed here
+        if instruction.lands is None:
+            continue
+        loads += 1
+        if instruction.lands == UNTOLD:
+            untold += instruction.writes
+        else:
+            filled |= dict.fromkeys([*untold, *instruction.writes], instruction.lands)
+            untold = []
+    assert loads > 10

@@ -71,6 +71,20 @@ def stream_async(target: Any, source: Any, predicate: Boolean | None = None) -> 
     inline_ptx("cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=predicate)
 
 
+def unknown_zero() -> Uint32:
+    """0, which the compiler does not know: the third index of a block, as every grid here has two dimensions at most."""
+    return Uint32(cute.arch.block_idx()[2])
+
+
+def arrive_behind(barrier: Any, words: Any) -> None:
+    """Arrive on an mbarrier of this block when `words`, an OR of what was read from shared memory, is known.
+
+    An arrival that frees memory must not be seen before the loads have read it. Left alone the assembler only issues them first;
+    with this their values are there.
+    """
+    cute.arch.mbarrier_arrive(barrier + Int32(words & unknown_zero()))
+
+
 def evict_first() -> Int64:
     """The L2 policy for what is read once: it is the first to go."""
     return inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;", write_only_types=[Int64], read_only_args=[])

@@ -11,6 +11,10 @@
                 carry their own epoch.
   SIGNAL        as above; read by strong system-scope loads, written with release or behind a system fence.
 
+An arrival on an mbarrier, by which another thread learns that it may overwrite shared memory, stands behind the loads of that
+memory: on every path their values are there. In PTX it is ordered behind them; the assembler keeps their order of issue and
+lets it go while loads are under way, and on an H200 such loads were seen to read what had come in since.
+
 A kernel in which no path executes the wait is refused: its successors could not rely on their own wait for anything older. So is
 a kernel whose weight loads stand before the wait in PTX and none does in SASS: the assembler has undone the point of the launch.
 What cannot be followed is an error, never a pass.
@@ -18,6 +22,7 @@ What cannot be followed is an error, never a pass.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,9 +31,10 @@ from pathlib import Path
 from ..build import Access, KernelSpec, content_hash, ensure, tool
 from ..cubin import parameter_offsets
 from . import ptx, sass
-from .flow import SHARED, Flow, Instruction, Kind, Memory, Program, Space, State, Unresolved, Use
+from .flow import SHARED, Flow, Instruction, Kind, Memory, Program, Space, State, Unresolved, Use, still_landing
 
 PEER = (Access.MAILBOX, Access.SIGNAL)
+_ARRIVAL = re.compile(r"\bmbarrier\.arrive\.(?!expect_tx)")
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,9 @@ class _Judge:
     def visit(self, instruction: Instruction, state: State, flow: Flow) -> None:
         if instruction.kind is Kind.EXIT and state.waited:
             self.waits_somewhere = True
+        if instruction.kind is Kind.ARRIVAL and still_landing(instruction, state.landing):
+            problem = "an arrival while loads of shared memory are under way: what they are to read may be overwritten"
+            self.findings[instruction.text, problem] = None
         for memory in instruction.memory:
             if memory.space in (Space.GLOBAL, Space.GENERIC):
                 bits = flow.origins(memory, state, instruction.guard)
@@ -144,7 +153,7 @@ def check_program(stage: str, program: Program, accesses: list[Access], pointees
 
 
 def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offsets: list[tuple[int, int]]) -> Report:
-    """Check a kernel's PTX and its SASS listing (`nvdisasm -c`) against the accesses that the spec declares."""
+    """Check a kernel's PTX and its SASS listing (`disassemble`) against the accesses that the spec declares."""
     report = Report(spec.name, arch)
     accesses, pointees = [p.access for p in spec.params], [p.points_to for p in spec.params]
     for stage, parse in (("PTX", lambda: ptx.parse(ptx_text)[0]), ("SASS", lambda: sass.parse(sass_text, offsets))):
@@ -156,6 +165,8 @@ def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offs
             report.findings.append(Finding(stage, "", f"not followed: {reason}"))
             continue
         check_program(stage, program, accesses, pointees, report)
+        if stage == "SASS" and _ARRIVAL.search(ptx_text) and not any(i.kind is Kind.ARRIVAL for i in program.instructions):
+            report.findings.append(Finding(stage, "", "not followed: arrivals on an mbarrier in PTX, none that is known in SASS"))
     if report.early.get("PTX") and not report.early.get("SASS", 1):
         moved = f"{report.early['PTX']} static loads before the wait in PTX, none in SASS: moved by the assembler (ld.global.nc?)"
         report.findings.append(Finding("SASS", "", moved))
@@ -171,9 +182,10 @@ def check(spec: KernelSpec, arch: str) -> Report:
 
 
 def disassemble(cubin: Path) -> str:
-    """The listing of a cubin's code."""
-    command = [tool("nvdisasm"), "-c", str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """The listing of a cubin's code: every instruction on one line with its 128 bits, the lower half first."""
+    command = [tool("nvdisasm"), "-c", "-hex", str(cubin)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.sub(r" \*/\n\s*/\* (0x[0-9a-f]{16}) \*/", r" \1 */", listing)
 
 
 __all__ = ["Finding", "Report", "check", "check_files", "check_program", "disassemble"]

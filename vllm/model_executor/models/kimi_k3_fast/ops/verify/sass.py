@@ -6,7 +6,10 @@ SASS has no public reference; what is relied on here was read off compiled kerne
   - an address is a register pair whose low half carries the pointer, so following the low half is enough;
   - an acquire is a `.STRONG` load followed by `CCTL.IVALL`; a release is a `MEMBAR` followed by a `.STRONG` store;
   - `SR_SWINHI` is the high half of every generic address of shared memory, a peer block's included;
-  - `BSSY Bn, label` names the place to which `BSYNC Bn` sends the threads.
+  - `BSSY Bn, label` names the place to which `BSYNC Bn` sends the threads;
+  - `SYNCS.ARRIVE` with `.ART0` is an arrival alone; without, it says how many bytes will come;
+  - of an instruction's 128 bits, 110 to 112 name the counter that its results tell (7: none), 116 to 121 those it waits for, as
+    `DEPBAR.LE SBn, 0x0` does; `@!PT LDS` never runs.
 An opcode that is not known may not touch memory: an unknown one with a memory operand is an error.
 """
 
@@ -14,9 +17,11 @@ from __future__ import annotations
 
 import re
 
-from .flow import DATA, SHARED, Instruction, Kind, Memory, Program, Space, Unresolved, Use
+from .flow import DATA, SHARED, UNTOLD, Instruction, Kind, Memory, Program, Space, Unresolved, Use
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
+_CONTROL = re.compile(r"/\* 0x[0-9a-f]{16} 0x([0-9a-f]{16}) \*/")
+_EMPTIED = re.compile(r"DEPBAR\.LE SB(\d), 0x0$")
 _LABEL = re.compile(r"^([.$\w]+):$")  # places in the kernel, and subroutines such as those for a division
 _REGISTER = re.compile(r"\bU?R\d+\b")
 _CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\w+)\+?)?(-?0x[0-9a-f]+)?\]")
@@ -60,7 +65,8 @@ _ONLY_PREDICATES = re.compile(r"U?(ISETP|FSETP|HSETP2|DSETP|PLOP3|R2P|FCHK|P2R|V
 
 
 def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
-    """The program of a listing (`nvdisasm -c`). `offsets`: (bank offset, size) of each kernel parameter. Raises Unresolved."""
+    """The program of a listing, an instruction with its bits a line (`verify.disassemble`). `offsets`: (bank offset, size) of
+    each kernel parameter. Raises Unresolved."""
     program = Program([], {})
     if len(re.findall(r"^\s*\.section\s+\.text\.", listing, flags=re.M)) != 1:
         raise Unresolved("expected one kernel in the cubin")
@@ -72,9 +78,18 @@ def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
         match = _LINE.search(line)
         if match:
             guard, opcode, operands = match.groups()
-            program.instructions.append(
-                _Reader(guard if guard and guard not in ("@PT", "@UPT") else "", opcode, operands, offsets).instruction()
-            )
+            read = _Reader(guard if guard and guard not in ("@PT", "@UPT") else "", opcode, operands, offsets).instruction()
+            control = _CONTROL.search(line)
+            if not control:
+                raise Unresolved(f"expected the bits of each instruction, found none: {read.text}")
+            bits = int(control[1], 16)
+            read.awaits = bits >> 52 & 63
+            if emptied := _EMPTIED.match(read.text):
+                read.awaits |= 1 << int(emptied[1])
+            if guard != "@!PT" and any(memory.use is Use.LOAD and memory.space is Space.SHARED for memory in read.memory):
+                told = bits >> 46 & 7
+                read.lands = told if told < 6 else UNTOLD
+            program.instructions.append(read)
     if not program.instructions:
         raise Unresolved("expected SASS instructions, found none")
     return program
@@ -133,6 +148,8 @@ class _Reader:
             return Kind.INVALIDATE
         if (self.head == "BAR" and "ARV" not in self.parts) or self.head in ("UCGABAR_WAIT", "BARWAIT"):
             return Kind.BARRIER
+        if self.head == "SYNCS" and {"ARRIVE", "ART0"} <= {*self.parts}:
+            return Kind.ARRIVAL
         return _KINDS.get(self.head, Kind.PLAIN)
 
     def _jump(self, result: Instruction) -> None:
