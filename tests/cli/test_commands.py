@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from vllm.model_executor.models.kimi_k3_fast.cli import doctor, report
 from vllm.model_executor.models.kimi_k3_fast.guard import BatchFacts, Guard
 from vllm.model_executor.models.kimi_k3_fast.guard import Path as StepPath
 from vllm.model_executor.models.kimi_k3_fast.guard.summary import summarise
+from vllm.model_executor.models.kimi_k3_fast.ops import build, commands
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason, Refusal
 
 # The runner takes the standard output away that vLLM's log handler holds on to.
@@ -273,6 +275,17 @@ def test_replay_step_takes_one_file_of_each_rank(tmp_path: Path) -> None:
         result = run("replay-step", *map(str, files))
         assert result.exit_code == 1
         assert "expected one file of each of the 2 ranks of one step" in " ".join(result.output.split())
+
+
+def test_kernels_take_architectures_with_commas_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(commands, "list_kernels", lambda archs, op: seen.append(tuple(archs)) or [])
+    for given in ("sm_90a, sm_100a",), ("sm_90a", "sm_100a"), ():
+        assert run("kernels", "list", *(word for arch in given for word in ("--arch", arch))).exit_code == 0
+    assert seen == [("sm_90a", "sm_100a")] * 2 + [build.ARCHS]
+    monkeypatch.undo()
+    result = run("kernels", "list", "--arch", "sm_90a,sm_80")
+    assert result.exit_code == 1 and "found sm_80" in result.output and "Traceback" not in result.output
 
 
 def test_kernels_refuse_an_unknown_op() -> None:

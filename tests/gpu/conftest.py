@@ -133,6 +133,7 @@ def llm(early: Early, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     rank_slice.register()
     kimi_k3_fast.register()
+    slices.remember_steps()
     (folder / "config.json").write_text(json.dumps(slices.config(1)))
     from vllm import LLM
 

@@ -26,6 +26,7 @@ LENGTH = 8192
 CACHE = 1 << 30  # bytes: 1213 blocks of 768 tokens
 TRAINED = ROOT / "checkpoints/k3-tiny"
 LOGS = ROOT / ".demo"  # stay after the run, for whoever asks why a test failed
+captured: dict[int, Any] = {}  # by tokens, the index tensors of each size's graph in this process; see `remember_steps`
 
 
 def gpus() -> int:
@@ -122,6 +123,19 @@ def rpc(url: str, method: str, *args: str) -> list[Any]:
     asked = urllib.request.Request(f"{url}/collective_rpc", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=30) as answer:
         return json.load(answer)["results"]
+
+
+def remember_steps() -> None:
+    """From now on, keep what each size's graph is captured with."""
+    from vllm.model_executor.models.kimi_k3_fast.fast.cuda_executor import Executor
+
+    run = Executor.run
+
+    def remembered(self: Any, tokens: int, embedded: Any, step: Any) -> Any:
+        captured[tokens] = step
+        return run(self, tokens, embedded, step)
+
+    Executor.run = remembered  # type: ignore[method-assign]
 
 
 def gpu_memory(url: str) -> list[int]:

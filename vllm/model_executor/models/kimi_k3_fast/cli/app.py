@@ -149,7 +149,13 @@ def replay_step(
     raise typer.Exit(0 if all(result.within for result in results) else 1)
 
 
-Arch = Annotated[list[str] | None, typer.Option(help="Only this architecture, for instance sm_90a; may be given again.")]
+Arch = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Only these architectures, for instance sm_90a,sm_100a.",
+        callback=lambda given: [arch.strip() for text in given or () for arch in text.split(",")],
+    ),
+]
 Op = Annotated[str | None, typer.Option(help="Only the kernels of this operator.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that compile at the same time.")]
 
