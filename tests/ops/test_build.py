@@ -28,6 +28,21 @@ def test_an_artefact_is_compiled_once_and_then_loaded(
     assert build.get(spec(), arch) is again
 
 
+def test_a_launcher_for_another_cpu_is_not_loaded(
+    fresh_store: build.Store, arch: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end the process at an instruction that this CPU does not have."""
+    first = build.get(spec(), arch)
+    record = next(fresh_store.folders[-1].glob(f"{arch}/{first.stem}.json"))
+    assert {*json.loads(record.read_text())["host"]} == build.host()
+    record.write_text(json.dumps({**json.loads(record.read_text()), "host": [*build.host(), "avx9000"]}))
+    monkeypatch.setattr(build, "_loaded", {})
+    with caplog.at_level(logging.WARNING):
+        build.get(spec(), arch)
+    assert build.compiled_here == [first.stem] * 2 and "that this host can run" in caplog.text
+    assert {*json.loads(record.read_text())["host"]} == build.host()
+
+
 def test_an_artefact_has_code_for_its_architecture_and_its_resources(shared_store: build.Store, arch: str) -> None:
     folder = build.ensure(spec(), arch)
     stem = f"bf16_scale-{build.content_hash(spec(), arch)}"

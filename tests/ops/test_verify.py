@@ -15,7 +15,8 @@ from vllm.model_executor.models.kimi_k3_fast.ops.build import KernelSpec
 from vllm.model_executor.models.kimi_k3_fast.ops.cubin import parameter_offsets
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
 from vllm.model_executor.models.kimi_k3_fast.ops.verify import sass
-from vllm.model_executor.models.kimi_k3_fast.ops.verify.flow import UNTOLD, Kind
+from vllm.model_executor.models.kimi_k3_fast.ops.verify.flow import Kind
+from vllm.model_executor.models.kimi_k3_fast.ops.verify.landing import UNTOLD
 
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.name)
@@ -132,7 +133,7 @@ def test_a_spill_is_a_failure_unless_listed(fresh_store: build.Store, monkeypatc
     record.write_text(record.read_text().replace('"stack": 0', '"stack": 16'))
     folders = [str(f) for f in fresh_store.folders]
     assert any("spilled" in finding for finding in commands._verify(folders, spec, "sm_90a")["findings"])
-    monkeypatch.setattr(index, "SPILLS", {"bf16_scale": "a test"})
+    monkeypatch.setattr(index, "SPILLS", {("bf16_scale", "sm_90a"): "a test"})
     commands._checker.cache_clear()
     assert not commands._verify(folders, spec, "sm_90a")["findings"]
     commands._checker.cache_clear()
@@ -180,12 +181,10 @@ def test_the_counters_are_where_they_are_read(arch: str, shared_store: build.Sto
         assert not {*instruction.reads} & {*filled, *untold}, instruction.text
         if instruction.kind in (Kind.BRANCH, Kind.BARRIER, Kind.EXIT):
             filled, untold = {}, []  # another path: what it waits for is not followed here
-        if instruction.lands is None:
-            continue
-        loads += 1
         if instruction.lands == UNTOLD:
             untold += instruction.writes
-        else:
-            filled |= dict.fromkeys([*untold, *instruction.writes], instruction.lands)
+        elif (counter := instruction.shuffles if instruction.lands is None else instruction.lands) not in (None, UNTOLD):
+            filled |= dict.fromkeys([*untold, *instruction.writes], counter)
             untold = []
+        loads += instruction.lands is not None
     assert loads > 10

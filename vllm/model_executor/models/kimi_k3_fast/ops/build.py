@@ -48,7 +48,8 @@ milliseconds), `.ptx` and `.cubin` (for the order checker), `.json` (registers, 
 hash covers the source of the entry's module and of everything it imports from `ops`, the config, the parameters, the architecture
 and the DSL's version. Compiling needs no GPU. They are looked for in `Store.folders` in order and written to the last one;
 `k3fast kernels compile --out DIR` fills such a folder to ship. A missing artefact is logged, counted in `compiled_here` and
-compiled once; inside a CUDA graph capture it raises.
+compiled once; inside a CUDA graph capture it raises. So is one whose launcher was compiled on a CPU with instruction sets that
+this one lacks.
 """
 
 from __future__ import annotations
@@ -222,6 +223,7 @@ def content_hash(spec: KernelSpec, arch: str) -> str:
 
 
 # -- the store ----------------------------------------
+LAUNCHER_SETS = {"avx", "avx2", "fma", "bmi1", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 @dataclass
@@ -231,9 +233,10 @@ class Store:
     folders: list[Path]
 
     def find(self, arch: str, stem: str) -> Path | None:
-        """The folder that holds all of the artefact, or None."""
+        """The folder that holds all of the artefact, with a launcher that this host can run, or None."""
         for folder in self.folders:
-            if (folder / arch / f"{stem}.json").is_file():  # written last
+            record = folder / arch / f"{stem}.json"
+            if record.is_file() and {*json.loads(record.read_text())["host"]} <= host():  # written last
                 return folder / arch
         return None
 
@@ -241,6 +244,15 @@ class Store:
         folder = self.folders[-1] / arch
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+@functools.cache
+def host() -> frozenset[str]:
+    """What a launcher may rely on: the DSL compiles it for the CPU that it runs on, with all that this one has."""
+    with contextlib.suppress(OSError):
+        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), flags=re.M)
+        return frozenset([platform.machine(), *(LAUNCHER_SETS & {*(flags[1].split() if flags else ())})])
+    return frozenset([platform.machine()])
 
 
 def default_store() -> Store:
@@ -380,7 +392,7 @@ def compile_artefact(spec: KernelSpec, arch: str, folder: Path) -> Path:
             "config": repr(spec.config),
             "params": [asdict(p) for p in spec.params],
             "dsl": dsl_version(),
-            "host": platform.machine(),
+            "host": sorted(host()),
             **asdict(resources(cubin)),
         }
         (Path(scratch) / "record.json").write_text(json.dumps(record, indent=1, default=lambda access: access.value))
@@ -472,7 +484,10 @@ def get(spec: KernelSpec, arch: str | None = None) -> Compiled:
                 "Compile before capture: run `k3fast kernels compile`, or plan the step once eagerly."
             )
         logger.warning(
-            "No artefact of kernel %s for %s: compiling it now. `k3fast kernels compile` does this ahead of time.", stem, arch
+            "No artefact of kernel %s for %s that this host can run: compiling it now. `k3fast kernels compile` does this ahead "
+            "of time, for CPUs with the instruction sets of the one that it runs on.",
+            stem,
+            arch,
         )
         folder = ensure(spec, arch)
 

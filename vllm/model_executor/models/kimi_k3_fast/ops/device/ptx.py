@@ -71,18 +71,12 @@ def stream_async(target: Any, source: Any, predicate: Boolean | None = None) -> 
     inline_ptx("cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16;", read_only_args=[target, source], predicate=predicate)
 
 
-def unknown_zero() -> Uint32:
-    """0, which the compiler does not know: the third index of a block, as every grid here has two dimensions at most."""
-    return Uint32(cute.arch.block_idx()[2])
-
-
-def arrive_behind(barrier: Any, words: Any) -> None:
-    """Arrive on an mbarrier of this block when `words`, an OR of what was read from shared memory, is known.
-
-    An arrival that frees memory must not be seen before the loads have read it. Left alone the assembler only issues them first;
-    with this their values are there.
+def before_copies() -> None:
+    """What this thread has read of its block's shared memory is read before any bulk copy that learns of it by an mbarrier writes
+    there. Such copies go another way (the async proxy), on which an arrival alone orders nothing: without this the assembler lets
+    the arrival go while loads are under way.
     """
-    cute.arch.mbarrier_arrive(barrier + Int32(words & unknown_zero()))
+    inline_ptx("fence.proxy.async.shared::cta;")
 
 
 def evict_first() -> Int64:

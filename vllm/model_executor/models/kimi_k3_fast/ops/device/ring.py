@@ -24,7 +24,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
 from .ptx import (
-    arrive_behind,
+    before_copies,
     copy_bulk,
     evict_first,
     load_shared,
@@ -32,7 +32,6 @@ from .ptx import (
     multiply_bf16,
     opaque_address,
     store_shared_f32,
-    unknown_zero,
 )
 from .reduce import warp_sum
 from .skinny import Block, Rows, Smem
@@ -179,26 +178,21 @@ class Ring(Block):
         _consume(self, acc, squares, p, with_norm)
         self.acc = [[[acc[(m * groups + n) * 4 + i] for i in range(4)] for n in range(groups)] for m in range(tiles)]
 
-    def add_unit(self, acc: Any, squares: Any, seen: Any, stage: Any, unit: Any, with_norm: bool) -> None:
-        """acc += this warp's rows of a unit times its tokens, half a unit at a time, as registers are few. A word of every load
-        goes into `seen`."""
+    def add_unit(self, acc: Any, squares: Any, stage: Any, unit: Any, with_norm: bool) -> None:
+        """acc += this warp's rows of a unit times its tokens, half a unit at a time, as registers are few."""
         shape, groups = self.shape, self.shape.padded_tokens // 8
         for h in (0, 1):
             start = self.smem.activation + (stage * shape.stage_elements + unit * UNIT + h * HALF)
             factors = None
             if with_norm:
                 factors = load_shared(start + ((shape.height + shape.tokens) * shape.stage_pitch + self.slot * 8))
-                seen[0] = seen[0] | factors[0]
             tiles = [[load_shared(start + row) for row in rows] for rows in self.operands]
-            for top, bottom in tiles:
-                seen[0] = seen[0] | top[0] | bottom[0]
             if groups > 2 and not self.exact:  # an exact block has no registers left
                 tiles = [[apart(words) for words in rows] for rows in tiles]
             for n in range(groups):
                 token = n * 8 + self.quad  # past the batch the last one again: their sums are not stored
                 token = token if n * 8 + 8 <= shape.tokens else min(token, shape.tokens - 1)
                 b = load_shared(start + ((shape.height + token) * shape.stage_pitch + self.slot * 8))
-                seen[0] = seen[0] | b[0]
                 if factors is not None:
                     total = squares[n]
                     for word in b:
@@ -264,9 +258,10 @@ def select_tensor(conditions: list[Any], tensors: list[Any]) -> Any:
 
 def apart(words: Words) -> Words:
     """The same words in other registers. A load puts four words of one row side by side, a product wants words of two rows so:
-    left to itself the compiler moves them before every product, eight times for 64 tokens.
+    left to itself the compiler moves them before every product, eight times for 64 tokens. It does not know that the third index
+    of a block is 0, as it is in every grid here, so it keeps what this computes.
     """
-    zero = unknown_zero()
+    zero = Uint32(cute.arch.block_idx()[2])
     first, second, third, fourth = (word | zero for word in words)
     return first, second, third, fourth
 
@@ -332,22 +327,21 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
     turns = cutlass.const_expr(-(-units // k_warps))
     whole = cutlass.const_expr(isinstance(block.counts[p], int) and block.counts[p] % units == 0 and units % k_warps == 0)
     first = block.chunks[0] if cutlass.const_expr(p > 0) else 0
-    seen = cute.make_rmem_tensor(1, Uint32)
     if block.multiplies:
         for i in cutlass.range(0, block.chunks[p], unroll=1):
             chunk = first + i
             stage = chunk % stages
             cute.arch.mbarrier_wait(block.full + stage, chunk // stages & 1)
-            seen.fill(0)
             for turn in cutlass.range(0, turns, unroll_full=turns <= 2, unroll=1):
                 unit = block.k_warp + turn * k_warps
                 if cutlass.const_expr(whole):  # noqa: SIM114 - one is of the trace, one of the kernel
-                    Ring.add_unit(block, acc, squares, seen, stage, unit, with_norm)
+                    Ring.add_unit(block, acc, squares, stage, unit, with_norm)
                 elif unit < min(block.counts[p] - i * units, units):
-                    Ring.add_unit(block, acc, squares, seen, stage, unit, with_norm)
+                    Ring.add_unit(block, acc, squares, stage, unit, with_norm)
+            before_copies()
             cute.arch.sync_warp()
             if block.lane == 0:
-                arrive_behind(block.empty + stage, seen[0])
+                cute.arch.mbarrier_arrive(block.empty + stage)
         if cutlass.const_expr(with_norm):
             Ring.put_squares(block, squares)
             cute.arch.barrier(barrier_id=1, number_of_threads=32 * block.consumers)

@@ -12,8 +12,7 @@
   SIGNAL        as above; read by strong system-scope loads, written with release or behind a system fence.
 
 An arrival on an mbarrier, by which another thread learns that it may overwrite shared memory, stands behind the loads of that
-memory: on every path their values are there. In PTX it is ordered behind them; the assembler keeps their order of issue and
-lets it go while loads are under way, and on an H200 such loads were seen to read what had come in since.
+memory: on every path those that are used are there (`landing.py`).
 
 A kernel in which no path executes the wait is refused: its successors could not rely on their own wait for anything older. So is
 a kernel whose weight loads stand before the wait in PTX and none does in SASS: the assembler has undone the point of the launch.
@@ -30,8 +29,8 @@ from pathlib import Path
 
 from ..build import Access, KernelSpec, content_hash, ensure, tool
 from ..cubin import parameter_offsets
-from . import ptx, sass
-from .flow import SHARED, Flow, Instruction, Kind, Memory, Program, Space, State, Unresolved, Use, still_landing
+from . import landing, ptx, sass
+from .flow import SHARED, Flow, Instruction, Kind, Memory, Program, Space, State, Unresolved, Use
 
 PEER = (Access.MAILBOX, Access.SIGNAL)
 _ARRIVAL = re.compile(r"\bmbarrier\.arrive\.(?!expect_tx)")
@@ -88,9 +87,12 @@ class _Judge:
     def visit(self, instruction: Instruction, state: State, flow: Flow) -> None:
         if instruction.kind is Kind.EXIT and state.waited:
             self.waits_somewhere = True
-        if instruction.kind is Kind.ARRIVAL and still_landing(instruction, state.landing):
-            problem = "an arrival while loads of shared memory are under way: what they are to read may be overwritten"
-            self.findings[instruction.text, problem] = None
+        if instruction.kind is Kind.ARRIVAL:
+            under_way = {register for _, register in landing.left(instruction, state.landing)}
+            at = next(i for i, other in enumerate(flow.program.instructions) if other is instruction)
+            if landing.wanted(flow.program, at, under_way):
+                problem = "an arrival while loads of shared memory are under way: what they are to read may be overwritten"
+                self.findings[instruction.text, problem] = None
         for memory in instruction.memory:
             if memory.space in (Space.GLOBAL, Space.GENERIC):
                 bits = flow.origins(memory, state, instruction.guard)

@@ -7,7 +7,7 @@ A program is a list of `Instruction`s with labels. Along every path the pass car
   waited    on every path to here this thread has executed the dependency wait.
   acquired  on every path to here this thread has acquired a peer's writes, itself or through a barrier behind a thread that has.
   fenced    on every path to here a system fence stands behind this thread's last store into a mailbox.
-  landing   loads of shared memory that may not be there yet, on some path to here: SASS alone tells.
+  landing   loads of shared memory that may not be there yet, on some path to here: SASS alone tells (`landing.py`).
 
 Paths that meet keep the worst of both. Joins of divergent warps (SASS `BSSY`/`BSYNC`) and calls are followed to where they lead,
 each call with its own copy of the callee, so that a subroutine used before and after the wait does not mix the two.
@@ -21,9 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from . import landing
+
 DATA = 1 << 62  # a number loaded from memory or read from a special register: no pointer
 SHARED = 1 << 61  # an address in shared or local memory
-UNTOLD = 7  # the counter of a load that tells none: it is there before the next one that does
 
 
 class Kind(enum.Enum):
@@ -86,10 +87,12 @@ class Instruction:
     system: bool = False
     memory: list[Memory] = field(default_factory=list)
     stored: tuple[str, ...] = ()  # registers whose value goes to shared or local memory
-    # SASS only, of the counters by which the assembler orders results: those that an instruction waits for, as bits, and the one
-    # that a load of shared memory tells, or `UNTOLD`.
+    # SASS only, see `landing`: the counters that an instruction waits for, as bits, and the one that a load of shared memory
+    # tells, or `UNTOLD`; or a fence; or a shuffle that surely runs.
     awaits: int = 0
     lands: int | None = None
+    shuffles: int | None = None
+    fences: bool = False  # SASS only: shared memory, against the async proxy
 
 
 @dataclass
@@ -112,7 +115,7 @@ class State:
     may_have_acquired: bool = False
     may_have_polled: bool = False  # a strong load of a peer's memory: what a later fence turns into an acquire
     fenced: bool = False
-    landing: frozenset[int | str] = frozenset()  # the counters that loads will tell, and the guards of those that tell none
+    landing: landing.Landing = frozenset()
     joins: dict[str, frozenset[str]] = field(default_factory=dict)
     # What a register holds where the guard it was last written under is true; known within a basic block only.
     under: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -150,12 +153,6 @@ class State:
                 self.joins[barrier] = self.joins.get(barrier, frozenset()) | labels
                 changed = True
         return changed
-
-
-def still_landing(instruction: Instruction, landing: frozenset[int | str]) -> frozenset[int | str]:
-    """Of the loads that may be under way, those that an instruction does not wait for. A guard that it writes anew is unknown."""
-    left = {x for x in landing if isinstance(x, str) or not instruction.awaits >> x & 1}
-    return frozenset("?" if isinstance(x, str) and x.lstrip("@!") in instruction.predicates else x for x in left)
 
 
 Point = tuple[int, tuple[int, ...]]  # instruction index, and the return points of the calls on the way there
@@ -278,14 +275,7 @@ class Flow:
             if memory.use in (Use.STORE, Use.ATOMIC) and touched & self.peer_bits and not memory.release:
                 state.fenced = False
         self._write(instruction, state)
-        state.landing = still_landing(instruction, state.landing)
-        if instruction.lands is not None:
-            guard = (instruction.guard or "?") if instruction.guarded else ""
-            if instruction.lands == UNTOLD:
-                state.landing |= {guard}
-            else:  # what told no counter before it, and surely ran if it does, is there with it
-                told = {x for x in state.landing if isinstance(x, str) and (not guard or x == guard != "?")}
-                state.landing = state.landing - told | {instruction.lands}
+        state.landing = landing.behind(instruction, state.landing)
 
     @staticmethod
     def _acquired(instruction: Instruction, state: State) -> None:

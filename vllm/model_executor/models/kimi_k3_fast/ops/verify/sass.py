@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 
-from .flow import DATA, SHARED, UNTOLD, Instruction, Kind, Memory, Program, Space, Unresolved, Use
+from .flow import DATA, SHARED, Instruction, Kind, Memory, Program, Space, Unresolved, Use
+from .landing import UNTOLD
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _CONTROL = re.compile(r"/\* 0x[0-9a-f]{16} 0x([0-9a-f]{16}) \*/")
@@ -86,9 +87,13 @@ def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
             read.awaits = bits >> 52 & 63
             if emptied := _EMPTIED.match(read.text):
                 read.awaits |= 1 << int(emptied[1])
+            told = counter if (counter := bits >> 46 & 7) < 6 else UNTOLD
             if guard != "@!PT" and any(memory.use is Use.LOAD and memory.space is Space.SHARED for memory in read.memory):
-                told = bits >> 46 & 7
-                read.lands = told if told < 6 else UNTOLD
+                read.lands = told
+            elif opcode.startswith("FENCE.VIEW.ASYNC") and not guard:
+                read.lands, read.fences = told, True
+            elif opcode.startswith("SHFL") and not guard:
+                read.shuffles = told
             program.instructions.append(read)
     if not program.instructions:
         raise Unresolved("expected SASS instructions, found none")
