@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -157,3 +158,21 @@ def test_a_token_does_not_see_the_others(config: op.Config) -> None:
     case["a"][1:] = float("nan")
     op.run(plan, case["a"], case["w"], again)
     assert torch.equal(out[0], again[0]) and again[1:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_launches_behind_a_pause_leave_the_same_bits(tokens: int) -> None:
+    """Weights cold, the GPU idle for a moment before each launch: in an engine a stage of the ring was once read too late so."""
+    config = op.Config(tokens, 6288, 7168)
+    plan, case = op.plan(config, build.device_arch()), _case(config, 5)
+    out, cold = torch.empty(tokens, 6288, device="cuda", dtype=torch.bfloat16), torch.empty(1 << 28, device="cuda")
+    op.run(plan, case["a"], case["w"], out)
+    first, wrong = out.clone(), torch.zeros(tokens, 6288, dtype=torch.int64, device="cuda")
+    for i in range(400):
+        cold.fill_(i)
+        torch.cuda.synchronize()
+        time.sleep(0.002 * (i % 4))
+        op.run(plan, case["a"], case["w"], out)
+        wrong += out != first
+    assert not wrong.any(), [(at, int(wrong[tuple(at)])) for at in wrong.nonzero().tolist()]

@@ -152,9 +152,11 @@ def _ring(arch: str) -> tuple[str, list[str], list[tuple[int, int]]]:
 
 
 def test_an_arrival_that_goes_while_loads_are_under_way_is_caught(arch: str, shared_store: build.Store) -> None:
-    """The assembler did so with a ring whose arrival did not depend on what was loaded."""
+    """As in the ring before it had its fence."""
     ptx, lines, offsets = _ring(arch)
     assert verify.check_files(RING, arch, ptx, "\n".join(lines), offsets).passed
+    without = verify.check_files(RING, arch, ptx, "\n".join(line for line in lines if "FENCE.VIEW.ASYNC" not in line), offsets)
+    assert [(f.stage, "loads of shared memory are under way" in f.problem) for f in without.findings] == [("SASS", True)]
     arrival = next(i for i, line in enumerate(lines) if "SYNCS.ARRIVE" in line and ".ART0" in line)
     load = max(i for i, line in enumerate(lines[:arrival]) if "LDS.128" in line)
     lines.insert(load + 1, lines.pop(arrival))

@@ -10,6 +10,7 @@ tells none is there before the next load or shuffle that does.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ UNTOLD = 7  # the counter of a load that tells none
 # ("": none, "?": not known any more).
 Landing = frozenset[tuple[int | str, str]]
 FENCE = "a fence"  # in the place of all registers before it
+_WIDE = re.compile(r"MMA|\.(64|128)\b")  # may read the registers behind the ones it names
 
 
 def left(instruction: Instruction, landing: Landing) -> Landing:
@@ -60,11 +62,19 @@ def wanted(program: Program, at: int, registers: set[str]) -> bool:
             continue
         seen.setdefault(here, set()).update(open_)
         instruction = program.instructions[here]
-        if open_ & {*instruction.reads, *instruction.stored, *(r for m in instruction.memory for r in m.address)}:
+        if open_ & _read(instruction):
             return True
         open_ = open_ if instruction.guarded else open_ - {*instruction.writes}
         waiting += [(following, open_) for following in _following(program, here)]
     return False
+
+
+def _read(instruction: Instruction) -> set[str]:
+    named = {*instruction.reads, *instruction.stored, *(r for memory in instruction.memory for r in memory.address)}
+    if not _WIDE.search(instruction.text):
+        return named
+    parts = [re.fullmatch(r"(U?R)(\d+)", register) for register in named]
+    return named | {f"{part[1]}{int(part[2]) + i}" for part in parts if part for i in range(4)}
 
 
 def _following(program: Program, at: int) -> list[int]:
