@@ -56,7 +56,7 @@ plan key, real and padded rows; a step on the standard path carries every reason
   and is compared: logits, every state written, and the scores of that choice. The bar is the dtype's own error, higher for
   a request whose numbers move further than that when its input is changed by one rounding. The step's result is then the
   standard path's; it costs one fast and three standard steps. A step past its bar is judged once more by how far up to
-  32 standard steps with roundings at every place move, one after the other. Still past it, it is saved, and
+  256 standard steps with roundings at every place move, one after the other. Still past it, it is saved, and
   `k3fast replay-step FILE` loads the model and runs it again on both paths; of a tensor-parallel step every rank saves its
   part, and the command takes the files of all ranks.
 * `events: {{"path": FILE, "max_mib": 64, "keep": 3}}`: JSON lines, one file for each rank (`FILE` gets the rank's name
