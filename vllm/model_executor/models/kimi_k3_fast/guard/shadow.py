@@ -27,9 +27,9 @@ SCHEMA = 1
 MARGIN = 3.0
 NUDGES = 2.0  # a step's roundings at all places, in nudges of its input: measured 2.0 (fp32) and 1.4 (bfloat16) at most
 DRAWS = 256
-"""The fast side's own roundings are one more draw. Where rows amplify with a heavy tail (1 / x) it is past three times the furthest
-of n others once in 3 (n + 1). Of the trained checkpoint in bfloat16 some nine steps in 150 of a busy server want any; with 32 one
-was past its bar for which 8 draws of 200 would have done."""
+"""The fast side's own roundings are one more draw. Where rows amplify with a heavy tail (1 / x) it is past three times the
+furthest of n others once in 3 (n + 1). Of the trained checkpoint in bfloat16 some nine steps in 150 of a busy server want any;
+with 32 one was past its bar for which 8 draws of 200 would have done."""
 ROUNDINGS_PER_LAYER = 4  # projection, recurrence or attention, output, feed-forward
 KEPT_FILES = 8
 
