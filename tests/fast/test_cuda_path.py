@@ -107,6 +107,18 @@ def test_vllms_warm_up_before_the_capture_is_no_step(monkeypatch):
     assert steps()["standard"]["steps"] == steps()["fallback"] == 1
 
 
+def test_steps_behind_captures_that_are_all_stocks_are_counted(monkeypatch):
+    """No size is the fast path's, so nothing was prepared: that is no warm-up."""
+    replace_kernels(monkeypatch)
+    path, model = make()
+    bind(path, model)
+    capture(path, model, 128, lambda: step_tensors([1] * 128, 5))
+    assert path.executor is None
+    dispatch("piecewise", 2, 2)
+    path.record(StepKey(2, 2, 2, 0, 1, path.generation, "piecewise"))
+    assert steps()["standard"]["steps"] == steps()["fallback"] == 1
+
+
 def test_every_captured_size_is_made_ready_in_the_first_warm_up(monkeypatch):
     replace_kernels(monkeypatch)
     path, model = make()

@@ -86,6 +86,7 @@ class CudaPath:
         self._box: Box | None = None
         self._bound: Callable[[], Caches] | None = None
         self._turned_away: str | None = None
+        self._captures = -1  # the generation whose graphs vLLM has begun to capture
         mutations: list[Mutation] = []
         if not self.refusals:
             self.kept = kept()
@@ -238,6 +239,7 @@ class CudaPath:
 
     def stage(self, requests: int, tokens: int, uniform: bool) -> None:
         """The runner prepares a dummy batch to be captured as one FULL graph: its warm-up and capture follow."""
+        self._captures = self.generation
         self.staged = StepKey(requests, tokens, tokens, 0, 1 if uniform and requests == tokens else 0, self.generation, "full")
 
     def forward(
@@ -307,7 +309,7 @@ class CudaPath:
         of requests that vLLM makes up to warm its kernels."""
         retired = self._turned_away
         self.replayed()
-        if self.executor is None and not self.refusals:
+        if self._captures != self.generation and not self.refusals:
             self.guard.count("warm_up_steps")
             self.guard.abandon_step()
             return
