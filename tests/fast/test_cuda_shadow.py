@@ -26,6 +26,12 @@ SLOTS, BLOCK, PAGE = 6, 16, 8192  # bytes of a page: a state [2, 16, 16] fp32 an
 STATE_SLOTS, LATENT_PAGES = (1, 2), (3, 4)
 
 
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong here is so with any number of them, and each takes its time."""
+    monkeypatch.setattr(cuda_shadow, "DRAWS", 16)
+
+
 class Pool:
     """Four real rows of a graph for six: two requests, each with a state slot and a latent page, run twice side by side."""
 

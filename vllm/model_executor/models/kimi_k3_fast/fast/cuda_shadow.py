@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,16 @@ class Checked:
     def replay(self) -> None:
         if not self.watch.due(self):
             self.fast.replay()
+
+
+class Written(NamedTuple):
+    """A cache, the slots or rows [places] of it that stock wrote, and their values [places, ...] on both sides."""
+
+    name: str
+    tensor: torch.Tensor
+    places: tuple[torch.Tensor, ...]
+    fast: torch.Tensor
+    stock: torch.Tensor
 
 
 class Watch:
@@ -176,9 +186,10 @@ class Watch:
     ) -> None:
         """draw: stock's step once more, its caches changed by a rounding; what it gives is good until the next one."""
         self.guard.count("shadow_steps")
+        written = list(self._written(memory, before, fast, stock))
         found: dict[str, Difference] = {}
         for drawn in range(DRAWS):
-            for one in self._differences(rows, memory, before, fast, stock, draw()):
+            for one in self._differences(rows, memory, written, fast, stock, draw()):
                 found[one.name] = min(one, found.get(one.name, one), key=lambda d: d.ratio)
             past = [one for one in found.values() if not one.within]
             # A collective, as stock's step is one: ranks draw together.
@@ -190,18 +201,25 @@ class Watch:
             self.guard.violation(one.reason, {"plan_key": graph.plan, "tensor": one.name, "row": one.row}, str(one))
         self.guard.peak("shadow_worst_ratio", max(one.ratio for one in found.values()))
 
+    def _written(self, memory: Any, before: Any, fast: Any, stock: Any) -> Iterator[Written]:
+        """What stock wrote, cache by cache. Found once: whole caches are looked through."""
+        for name, tensor, whole in self._views():
+            wrote = _own(_seen(memory, before, tensor), _seen(memory, stock[1], tensor), whole)
+            if wrote.any():
+                places = wrote.nonzero(as_tuple=True)
+                values = (_seen(memory, side[1], tensor, bits=False)[places] for side in (fast, stock))
+                yield Written(name, tensor, places, *values)
+
     def _differences(
-        self, rows: torch.Tensor, memory: Any, before: Any, fast: Any, stock: Any, nudged: Any
+        self, rows: torch.Tensor, memory: Any, written: list[Written], fast: Any, stock: Any, nudged: Any
     ) -> Iterator[Difference]:
         """Of all that a step gives, against one draw of noise."""
         sides = [side[0][rows] for side in (fast, stock, nudged)]
         yield _difference("hidden", *sides)
         yield from self._of_choices(sides, stock[2], nudged[2])
-        for name, tensor, whole in self._views():
-            wrote = _own(_seen(memory, before, tensor), _seen(memory, stock[1], tensor), whole)
-            if wrote.any():
-                values = [_seen(memory, side[1], tensor, bits=False)[wrote] for side in (fast, stock, nudged)]
-                yield _difference(name, *values)
+        for one in written:
+            moved_to = _seen(memory, nudged[1], one.tensor, bits=False)[one.places]
+            yield _difference(one.name, one.fast, one.stock, moved_to)
 
     def _of_choices(
         self, hidden: list[torch.Tensor], judged: Mapping[str, Judged], noisy: Mapping[str, Judged]
