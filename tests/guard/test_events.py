@@ -122,19 +122,21 @@ def test_a_report_taken_during_steps_loses_none(tmp_path):
     """Under Ray, steps run on one thread and remote calls on another."""
     guard = Guard(Policy(events_path=str(tmp_path / "e.jsonl")))
     stop = threading.Event()
-    reports = []
+    reports: list[tuple[int, int]] = []  # steps by path, steps decided: a whole report is large, and there are thousands
     done = 0
 
     def ask() -> None:
         while not stop.is_set():
-            reports.append(guard.report())
+            found = guard.report()
+            reports.append((found["steps"]["fast"]["steps"], found["decisions"]["step"]))
+            time.sleep(1e-4)  # a thread that asks without a pause may never let the other have the lock
 
     asking = threading.Thread(target=ask)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     asking.start()
     try:
-        while done < 4000 or (len({r["decisions"]["step"] for r in reports[:200]}) <= 10 and done < 100_000):  # a busy machine
+        while done < 4000 or (len({*reports[:200]}) <= 10 and done < 100_000):  # a busy machine
             guard.slots_changed([("allocated", "a", [done + 1])])
             step(guard, f"k{done % 50}")
             guard.count("shadow_steps")
@@ -145,8 +147,8 @@ def test_a_report_taken_during_steps_loses_none(tmp_path):
         asking.join()
     report = guard.report()
     assert report["steps"]["fast"]["steps"] == report["counters"]["slots_allocated"] == report["counters"]["shadow_steps"] == done
-    assert len({r["decisions"]["step"] for r in reports}) > 10, "reports fell between the steps"
-    assert [r["steps"]["fast"]["steps"] for r in reports] == [r["decisions"]["step"] for r in reports]
+    assert len({*reports}) > 10, "reports fell between the steps"
+    assert all(counted == decided for counted, decided in reports)
 
 
 def test_an_event_of_a_newer_schema_is_refused():
