@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.sequence import IntermediateTensors
 
 from .. import settings
 from ..guard import Mutation, current
@@ -44,7 +43,6 @@ class ServedKimiK3ForCausalLM(KimiK3ForCausalLM):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **unused: object,
     ) -> torch.Tensor:

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-from vllm.sequence import IntermediateTensors
 
 from . import loader
 from .attn_res import AttnResStream, Mixer
@@ -136,7 +135,6 @@ class KimiK3ForCausalLM(nn.Module, HasInnerState, IsHybrid):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **unused: object,
     ) -> torch.Tensor:

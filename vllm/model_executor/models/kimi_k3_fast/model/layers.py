@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 
 from .activation import gated
 from .config import MXFP4_FORMAT, K3Config
@@ -84,22 +83,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.weight.dtype)
 
 
-class KeepWeightLinearMethod(LinearMethodBase):
-    """An unquantised linear method that leaves `weight` [out, in] as it was loaded."""
+class KeepWeightLinearMethod(UnquantizedLinearMethod):
+    """vLLM's unquantised linear method, which leaves `weight` [out, in] as it was loaded; rows that only pad stay zero."""
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        weight = parameter(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
-        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
-        layer.register_parameter("weight", weight)
+    def create_weights(self, layer: nn.Module, *sizes: Any, **named: Any) -> None:
+        super().create_weights(layer, *sizes, **named)
+        layer.weight.data.zero_()
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing is repacked."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, layer.weight, bias)
