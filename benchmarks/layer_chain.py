@@ -13,13 +13,14 @@ that leave L2 first. `library` multiplies by PyTorch's product, in more launches
 `skinny` by our kernel where the library is the default. Below a result stands how much later than all before it each kernel of a
 layer ends: what it costs the chain.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
-cuts of theirs: "default;strip=4 flight=3" names fields of the tactic.
+cuts of theirs: "default;strip=4 flight=3" names fields of the tactic. `--mix` does so for AttnRes: "default;blocks=7 parts=2".
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -33,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.ops.ahead import compile_all
-from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance
+from benchmarks.timing import COPY_BYTES_PER_SECOND, provenance, replay_us
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, kda, moe_front, moe_tail, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.experts.torch_form import Weights as ExpertWeights
@@ -189,6 +190,11 @@ def fits(layout: str, cut: str) -> bool:
     return fields_of(cut).keys() <= asdict(experts.PACKED if layout == "humming" else experts.PAIRS).keys()
 
 
+def mix_of(batch: int, cut: str) -> attn_res.Config:
+    """AttnRes of four closed blocks, with the fields of its config that `cut` names."""
+    return replace(attn_res.Config(batch, D, prev=4, has_delta=True), **fields_of(cut))
+
+
 OPS = {"in_proj": projection, "o_proj": projection, "front": moe_front, "tail": moe_tail}
 
 
@@ -203,6 +209,7 @@ class Chain:
         arch: str,
         tactic: str,
         experts_plan: experts.Plan,
+        mix: str,
     ) -> None:
         self.weights, self.batch = weights, batch
         inner, columns = s.heads * HEAD, kda.columns(s.heads)
@@ -215,7 +222,7 @@ class Chain:
         self.slots = (1 + torch.arange(batch, device="cuda", dtype=torch.int32)).view(batch, 1)
         self.conv = [bf16(batch + 1, 3, 3 * inner) for _ in weights]
         self.state = [torch.randn(batch + 1, s.heads, HEAD, HEAD, device="cuda") * 0.1 for _ in weights]
-        self.attn_res = attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch)
+        self.attn_res = attn_res.plan(mix_of(batch, mix), arch)
         matmul = {n: OPS[n].plan(cut(n, c, tactic, arch), arch) for n, c in matmuls(s, batch).items()}
         self.in_proj, self.o_proj, self.front, self.tail = (matmul[n] for n in ("in_proj", "o_proj", "front", "tail"))
         self.products = {name: bf16(*shape) for name, (shape, _) in self.tail.scratch_shapes().items()}
@@ -304,11 +311,7 @@ def measure(chain: Chain) -> tuple[float, torch.cuda.CUDAGraph]:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(REPLAYS):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (2 * len(chain.weights)))
+        times.append(replay_us(graph, start, end) / (2 * len(chain.weights)))
     return statistics.median(times), graph
 
 
@@ -343,14 +346,16 @@ def costs(rows: list[tuple[float, float, str]], launches: int) -> list[tuple[str
     return [(name, statistics.median(found)) for name, found in zip(short, ends, strict=True)]
 
 
-def specs_of(s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]]) -> list[build.KernelSpec]:
-    """Every kernel of a chain. routings: layouts of the experts with cuts of their tactics."""
+def specs_of(
+    s: Slice, batch: int, tactics: list[str], arch: str, routings: list[tuple[str, str]], mixes: list[str]
+) -> list[build.KernelSpec]:
+    """Every kernel of a chain. routings: layouts of the experts with cuts of their tactics; mixes: cuts of AttnRes."""
     of_matmuls = [OPS[n].spec(cut(n, c, text, arch)) for text in tactics for n, c in matmuls(s, batch).items()]
     found = [spec for spec in of_matmuls if spec is not None]
     for layout, text in routings:
         plan = routed(s, batch, layout, text, arch, compiled=False)
         found += [*plan.specs, moe_front.topk_spec(moe_front.TopkConfig(batch, grouped=plan.tactic.grouped))]
-    found += [attn_res.plan(attn_res.Config(batch, D, prev=4, has_delta=True), arch).spec]
+    found += [attn_res.plan(mix_of(batch, mix), arch).spec for mix in mixes]
     return [*found, kda.plan(kda.Config(s.heads, batch, kda.columns(s.heads)), arch, load=False).spec]
 
 
@@ -407,15 +412,16 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="folder of the ops, whose tactics.json take the fastest tactics")
     parser.add_argument("--layout", default="raw", help="layouts of the experts: raw,humming")
     parser.add_argument("--experts", default="default", help="cuts of the experts' tactic, separated by semicolons")
+    parser.add_argument("--mix", default="default", help="cuts of AttnRes, separated by semicolons")
     parser.add_argument("--commit")
     options = parser.parse_args()
     routings = [
         (layout, text) for layout in options.layout.split(",") for text in options.experts.split(";") if fits(layout, text)
     ]
-    tactics = [text.strip() for text in options.tactics.split(";")]
+    tactics, mixes = ([text.strip() for text in texts.split(";")] for texts in (options.tactics, options.mix))
     cases = [(Slice(int(n)), int(b)) for n in options.slices.split(",") for b in options.batches.split(",")]
     arch = options.compile or build.device_arch()
-    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch, routings)), arch)
+    compile_all(dict.fromkeys(spec for s, b in cases for spec in specs_of(s, b, tactics, arch, routings, mixes)), arch)
     if options.compile:
         return
     results = []
@@ -425,9 +431,9 @@ def main() -> None:
         weights = {"raw": [layer_weights(s) for _ in range(LAYERS)]}
         if "humming" in options.layout:
             weights["humming"] = [{**w, "experts": humming.pack(w["experts"])} for w in weights["raw"]]
-        cuts = [(int(b), t, routing) for b in options.batches.split(",") for t in tactics for routing in routings]
-        for batch, tactic, (layout, text) in cuts:
-            chain = Chain(s, batch, weights[layout], arch, tactic, routed(s, batch, layout, text, arch))
+        cuts = itertools.product(map(int, options.batches.split(",")), tactics, routings, mixes)
+        for batch, tactic, (layout, text), mix in cuts:
+            chain = Chain(s, batch, weights[layout], arch, tactic, routed(s, batch, layout, text, arch), mix)
             us, graph = measure(chain)
             rows = kernels(graph)
             launches = len(rows) / (2 * LAYERS)
@@ -441,6 +447,7 @@ def main() -> None:
                     "tactic": tactic,
                     "layout": layout,
                     "experts": str(chain.experts.tactic),
+                    "mix": f"{chain.attn_res.config.blocks} blocks, {chain.attn_res.config.parts} warps a source",
                     "us": us,
                     "launches": launches,
                     "bytes": moved,

@@ -26,14 +26,18 @@ from ...reasons import Reason, Refusal
 from .. import measured, posted
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
 
+SMS = 132
+MOST_THREADS = 640  # of a block where there are few: its registers leave room for the ring of the next kernel
+
 
 @dataclass(frozen=True)
 class Config:
     """`rows`: rows of the buffers `blocks` and `prefix` (the largest batch), `prev`: closed blocks mixed in, `write`: block to
     close, or -1.
 
-    `blocks`: thread blocks of a token's cluster; None: the number that was fastest, or the default. `world`: ranks that posted
-    delta, 1 where it is a tensor; `replaces`: it takes the prefix's place; `bound_ns`: how long to wait for a peer.
+    `blocks`: thread blocks of a token's cluster, `parts`: warps that share a source in each; None: the numbers that were fastest,
+    or the default. `world`: ranks that posted delta, 1 where it is a tensor; `replaces`: it takes the prefix's place; `bound_ns`:
+    how long to wait for a peer.
     """
 
     tokens: int
@@ -46,6 +50,7 @@ class Config:
     closed: int = 8  # blocks the buffer can hold
     rows: int = 64
     blocks: int | None = None
+    parts: int | None = None
     world: int = 1
     replaces: bool = False
     bound_ns: int = BOUND_NS
@@ -67,17 +72,20 @@ class Config:
         return -(-self.share // 256)
 
     @property
-    def parts(self) -> int:
-        """Warps that share a source: as many as mix anyway, and enough for at most seven pieces of 256 columns each."""
-        return max(1, self.mixing // (self.prev + 1), -(-self.mixing // 7))
-
-    @property
     def pieces(self) -> int:
         """Pieces of 256 columns that one warp takes of its source."""
+        assert self.parts is not None, "a config is resolved before its warps are asked for"
         return -(-self.mixing // self.parts)
 
     @property
+    def padded(self) -> int:
+        """Columns of whole pieces: what the prefix's and the delta's share take in shared memory."""
+        assert self.parts is not None, "a config is resolved before its warps are asked for"
+        return 256 * self.parts * self.pieces
+
+    @property
     def threads(self) -> int:
+        assert self.parts is not None, "a config is resolved before its warps are asked for"
         return 32 * max(self.mixing, (self.prev + 1) * self.parts)
 
 
@@ -93,17 +101,29 @@ class Plan(posted.Posting):
         c = self.config
         shape = f"attn_res {c.tokens}x{c.columns} sources {c.prev + 1}"
         shape += f" posted by {c.world} ranks" if c.world > 1 else ""
-        return f"{shape} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads"
+        return f"{shape} {self.spec.name}, clusters of {c.blocks} blocks of {c.threads} threads, {c.parts} warps a source"
 
 
 def resolved(config: Config, arch: str) -> Config:
-    """The config with a number of blocks."""
-    if config.blocks is not None:
-        return config
-    shape = {"sources": config.prev + 1, "columns": config.columns, "tokens": config.tokens}
-    found = measured.chosen(Path(__file__).parent, arch, shape, "tokens")
-    fitting = next(blocks for blocks in (4, 2, 1) if config.columns % (8 * blocks) == 0 or blocks == 1)
-    return replace(config, blocks=found["blocks"] if found else fitting)
+    """The config with numbers of blocks and of warps for a source: those measured with as many sources, or with more."""
+    found: dict[str, int] = {}
+    if config.blocks is None:
+        for sources in range(config.prev + 1, config.closed + 2):
+            shape = {"sources": sources, "columns": config.columns, "tokens": config.tokens}
+            found = found or measured.chosen(Path(__file__).parent, arch, shape, "tokens") or {}
+        fitting = next(blocks for blocks in (4, 2, 1) if config.columns % (8 * blocks) == 0 or blocks == 1)
+        config = replace(config, blocks=found.get("blocks", fitting))
+    return config if config.parts else replace(config, parts=found.get("parts", _parts(config)))
+
+
+def _parts(config: Config) -> int:
+    """As many warps for a source as mix anyway, and enough for at most seven pieces of 256 columns each; where every block has an
+    SM to itself, a warp for each piece, if the block may have so many."""
+    assert config.blocks is not None
+    sources, least = config.prev + 1, max(1, config.mixing // (config.prev + 1), -(-config.mixing // 7))
+    if config.tokens * config.blocks > SMS:
+        return least
+    return max(least, min(config.mixing, MOST_THREADS // 32 // sources))
 
 
 def unavailable_reason(config: Config, arch: str) -> Refusal | None:

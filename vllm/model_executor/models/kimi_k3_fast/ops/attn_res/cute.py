@@ -2,9 +2,11 @@
 
 A token is 7168 columns of up to nine sources: 129 KB that one SM could not load fast enough. A cluster's blocks take a share of
 the columns each. In a block, a few warps take each source: they copy their part into shared memory and, when it is there, add up
-the two sums that its weight needs; the prefix's warps also add the pending delta. Then every thread mixes eight columns of all
-sources. What must be known of the whole row is little: two sums for each source, and one of the mixture. Warps send them straight
-to every block of the cluster, and count on each block's barrier.
+the two sums that its weight needs; the prefix's warps copy the pending delta as well and add it first. All of it is in flight at
+once: loaded into registers, of which there are few, seven pieces of prefix and delta came in five trips to L2, one behind the
+other, and a layer has two such launches. Then every thread mixes eight columns of all sources. What must be known of the whole
+row is little: two sums for each source, and one of the mixture. Warps send them straight to every block of the cluster, and count
+on each block's barrier.
 
 A thread that held its columns of all sources in registers needed 128 of them and 1300 instructions of straight code: too few
 blocks fit on an SM for 64 tokens, and in a layer such code is never in the instruction caches.
@@ -151,11 +153,20 @@ def begin(config: Any, place: Place, score: Static, norm: Static, score_smem: An
     return weight
 
 
+def copy_part(place: Place, origin: Any, target: Any) -> None:
+    """Start copying the warp's part of a row, from the block's first column on, into shared memory."""
+    for at, inside in zip(place.pieces, place.inside, strict=True):
+        copy_async(target + at, origin + at, cutlass.Int32(16), inside)
+
+
 def copy_closed(config: Any, place: Place, closed: Any, source_smem: Any) -> None:
     """The warp's part of its closed block into shared memory."""
-    for at, inside in zip(place.pieces, place.inside, strict=True):
-        target = source_smem.iterator + (place.source * config.share + at)
-        copy_async(target, closed + (place.source * place.stride + place.base + at), cutlass.Int32(16), inside)
+    copy_part(place, closed + (place.source * place.stride + place.base), source_smem.iterator + place.source * config.share)
+    land()
+
+
+def land() -> None:
+    """Until what this lane copies is there."""
     cute.arch.cp_async_commit_group()
     cute.arch.cp_async_wait_group(0)
 
@@ -221,7 +232,8 @@ def _attn_res(
     place = Place(config)
     share, sources = config.share, config.prev + 1
     memory = SmemAllocator()
-    source_smem = memory.allocate_tensor(BFloat16, cute.make_layout(sources * share), byte_alignment=16)
+    source_smem = memory.allocate_tensor(BFloat16, cute.make_layout(config.prev * share + config.padded), byte_alignment=16)
+    delta_smem = memory.allocate_tensor(BFloat16, cute.make_layout(config.padded if config.has_delta else 8), byte_alignment=16)
     score_smem = memory.allocate_tensor(Float32, cute.make_layout(share), byte_alignment=16)
     logits = Exchange(config, 2 * sources, config.parts, memory)
     square = Exchange(config, 1, config.mixing, memory)
@@ -233,18 +245,21 @@ def _attn_res(
     if place.source < config.prev:
         copy_closed(config, place, closed, source_smem)
     elif place.source == config.prev:
-        places = [cutlass.min(at, share - 8) for at in place.pieces]
-        current = [load_words(running + (base + at)) for at in places]
+        own = source_smem.iterator + config.prev * share
+        copy_part(place, running + base, own)
         if cutlass.const_expr(config.has_delta):
-            more = [load_words(pending + (base + at)) for at in places]
-            current = [together(a, b) for a, b in zip(current, more, strict=True)]
+            copy_part(place, pending + base, delta_smem.iterator)
+        land()
         for i in cutlass.range_constexpr(config.pieces):
             at, inside = place.pieces[i], place.inside[i]
-            store_shared(source_smem.iterator + (place.source * share + at), current[i], inside)
-            if cutlass.const_expr(config.has_delta):
-                store_global(running + (base + at), current[i], inside)
-            if cutlass.const_expr(config.write >= 0):
-                store_global(closed + (config.write * place.stride + base + at), current[i], inside)
+            if cutlass.const_expr(config.has_delta or config.write >= 0):
+                current = load_shared(own + at)  # past the share: this lane's own padding
+                if cutlass.const_expr(config.has_delta):
+                    current = together(current, load_shared(delta_smem.iterator + at))
+                    store_shared(own + at, current, inside)
+                    store_global(running + (base + at), current, inside)
+                if cutlass.const_expr(config.write >= 0):
+                    store_global(closed + (config.write * place.stride + base + at), current, inside)
 
     if cutlass.const_expr(config.prev > 0) and place.source <= config.prev:
         send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)

@@ -267,13 +267,13 @@ class PackedFirst:
         """Warps that add up an item, 32 outputs each."""
         return -(-(self.strip if self.grouped else 1) * self.strip * 8 // 32)
 
-    def items(self, entries: int, grid: int) -> int:
-        """Of a block, at most."""
-        return -(-entries * self.tiles // grid)
+    def listed(self, entries: int, grid: int) -> int:
+        """Places of the table: of groups the items of a block, at most; of pairs all of them, and the number of tokens."""
+        return -(-entries * self.tiles // grid) if self.grouped else entries + 1
 
     def bytes(self, entries: int, grid: int) -> int:
         """Of shared memory, with 1 KiB for alignment."""
-        table = (3 if self.grouped else 1) * 4 * self.items(entries, grid)
+        table = (3 if self.grouped else 1) * 4 * self.listed(entries, grid)
         return self.split * (self.ring + self.steps * 512 + 2 * self.sums) + table + 1024
 
 

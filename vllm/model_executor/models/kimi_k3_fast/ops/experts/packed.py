@@ -147,8 +147,10 @@ def _find_w13(c: Any, lane: tuple, share: tuple, table: tuple, index: Any) -> tu
     layout = _first(c)
     first, stride, count = share
     index = cutlass.min(index, count - 1)
-    tile = (first + index * stride) % layout.tiles
-    expert, block, strip = Int64(table[0][index]), tile // layout.pieces, tile % layout.pieces
+    item = first + index * stride
+    expert = Int64(table[0][index if c.grouped else item // layout.tiles])
+    tile = item % layout.tiles
+    block, strip = tile // layout.pieces, tile % layout.pieces
     rows = padded_rows(2 * c.pitch)
     codes = lane[0] + expert * (rows * c.hidden // 2) + Int64(block * 512 + strip * (64 * c.strip))
     scales = lane[1] + expert * (rows * c.hidden // GROUP) + Int64(block * 64 + strip * (8 * c.strip))
@@ -299,28 +301,33 @@ def _stream_w13(
 
 
 @cute.jit
-def _list_items(c: cutlass.Constexpr, routes: Any, share: Any, table: Any):
-    """Expert, and of groups start and end of its pairs, of every item of this block: read once, by all threads. share: of pairs
-    that are spread, of those of padded rows too, since their items come last: so no read waits for `num_tokens`.
-    """
+def _list_groups(c: cutlass.Constexpr, routes: Any, share: Any, table: Any):
+    """Expert, start and end of its pairs, of every item of this block: read once, by all threads."""
     first, stride, count = share
     tiles = cutlass.const_expr(_first(c).tiles)
     thread, _, _ = cute.arch.thread_idx()
     for index in cutlass.range(thread, count, 32 * c.split, unroll=1):
-        entry = (first + index * stride) // tiles
-        if cutlass.const_expr(c.grouped):
-            expert = routes[2][entry]
-            table[0][index] = expert
-            table[1][index] = routes[0][expert]
-            table[2][index] = routes[0][expert + 1]
-        else:
-            table[0][index] = of_pair(c, routes[0], entry)
+        expert = routes[2][(first + index * stride) // tiles]
+        table[0][index] = expert
+        table[1][index] = routes[0][expert]
+        table[2][index] = routes[0][expert + 1]
+
+
+@cute.jit
+def _list_experts(c: cutlass.Constexpr, ids: Any, num_tokens: Any, table: Any):
+    """Expert of every pair, padded rows' too, and behind them the number of tokens: by different warps, so that neither read
+    waits for the other, and no address is made of the number before all have met."""
+    thread, _, _ = cute.arch.thread_idx()
+    for pair in cutlass.range(thread, ids.shape[0] * c.top_k, 32 * c.split, unroll=1):
+        table[0][pair] = of_pair(c, ids, pair)
+    if thread == 32 * c.split - 1:
+        table[0][c.entries] = num_tokens[0]
 
 
 def _share_w13(c: Any, entries: Any) -> tuple[Any, Any, Any]:
     """This block's items: every so many-th, or neighbours."""
     block, _, _ = cute.arch.block_idx()
-    blocks, _, _ = cute.arch.grid_dim()
+    blocks = c.grid  # a constant divides in few instructions
     items = entries * _first(c).tiles
     if c.spread:
         return Int32(block), Int32(blocks), (items - block + blocks - 1) // blocks
@@ -329,22 +336,30 @@ def _share_w13(c: Any, entries: Any) -> tuple[Any, Any, Any]:
 
 
 def _memory_w13(c: Any) -> tuple:
-    """Addresses of the ring, token operands and partial sums; the table of items."""
+    """Addresses of the ring, token operands and partial sums; the table, of a block's items or of all pairs."""
     layout, allocator = _first(c), SmemAllocator()
     sizes = (c.split * layout.ring, c.split * layout.steps * 512, 2 * c.split * layout.sums)
     memory = tuple(allocator.allocate(size, byte_alignment=128).toint() for size in sizes)
     columns = 3 if c.grouped else 1
-    items = cute.make_layout(layout.items(c.entries, c.grid))
-    return memory, tuple(allocator.allocate_tensor(Int32, items, byte_alignment=16) for _ in range(columns))
+    listed = cute.make_layout(layout.listed(c.entries, c.grid))
+    return memory, tuple(allocator.allocate_tensor(Int32, listed, byte_alignment=16) for _ in range(columns))
 
 
 @cute.jit
 def _w13(
-    c: cutlass.Constexpr, weights: Any, following: Any, z: Any, routes: Any, entries: Any, hidden: Any, memory: Any, table: Any
+    c: cutlass.Constexpr, weights: Any, following: Any, z: Any, routes: Any, count: Any, hidden: Any, memory: Any, table: Any
 ):
-    share = _share_w13(c, entries)
-    _list_items(c, routes, _share_w13(c, z.shape[0] * c.top_k) if c.spread and not c.grouped else share, table)
-    cute.arch.sync_threads()
+    """count [1]: of pairs the number of tokens, of groups that of experts."""
+    if cutlass.const_expr(c.grouped):
+        entries = count[0]
+        share = _share_w13(c, entries)
+        _list_groups(c, routes, share, table)
+        cute.arch.sync_threads()
+    else:
+        _list_experts(c, routes[0], count, table)
+        cute.arch.sync_threads()
+        entries = table[0][c.entries] * c.top_k
+        share = _share_w13(c, entries)
     if share[2] > 0:
         _stream_w13(c, weights, following, z, routes, entries, hidden, memory, share, table)
     if cutlass.const_expr(c.ahead > 0):  # noqa: SIM102 - one is of the trace, one of the kernel
@@ -369,8 +384,8 @@ def _w13_packed(
     token = dependency_wait()
     weights = (codes.early(), scales.early())
     following = (next_codes.early().iterator.toint(), next_scales.early().iterator.toint())
-    entries = num_tokens.after(token)[0] * c.top_k
-    _w13(c, weights, following, z.after(token), (ids.after(token),), entries, hidden.after(token), memory, table)
+    count = num_tokens.after(token)
+    _w13(c, weights, following, z.after(token), (ids.after(token),), count, hidden.after(token), memory, table)
 
 
 @cute.kernel
@@ -390,8 +405,7 @@ def _w13_packed_grouped(
     token = dependency_wait()
     weights = (codes.early(), scales.early())
     routes = (offsets.after(token), pairs.after(token), active.after(token))
-    entries = num_active.after(token)[0]
-    _w13(c, weights, weights, z.after(token), routes, entries, hidden.after(token), memory, table)
+    _w13(c, weights, weights, z.after(token), routes, num_active.after(token), hidden.after(token), memory, table)
 
 
 # -- w2 ----------------------------------------
