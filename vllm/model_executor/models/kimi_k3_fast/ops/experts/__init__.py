@@ -350,6 +350,7 @@ PACKED_CUTS: tuple[dict[str, Any], ...] = (
     {"strip": 4},
     {"strip": 2},
     {"strip": 1},
+    {"split": 7, "flight": 5},
     {"split": 7, "flight": 9},
     {"warps": 12, "depth": 8},
 )
