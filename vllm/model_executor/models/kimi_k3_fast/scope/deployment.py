@@ -19,6 +19,7 @@ class Deployment:
     architecture: str = K3_ARCHITECTURES[0]
     platform: str = "cpu"  # "cpu", "cuda", "rocm", ...
     device_arch: str = "cpu"  # "cpu", or the compute capability as "sm_90a"
+    device: str = "cpu"  # "cpu", or the GPU's name
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
     state_dtype: str = "float32"  # of the recurrent state
@@ -61,6 +62,11 @@ def device_arch(platform: Any) -> str:
     return f"sm_{capability.major}{capability.minor}a"
 
 
+def device_name(platform: Any) -> str:
+    """The name of the first GPU of vLLM's `current_platform`, "cpu" without one."""
+    return platform.get_device_name() if platform.is_cuda() else "cpu"
+
+
 def read(vllm_config: Any) -> Deployment:
     """The facts of a resolved `VllmConfig`."""
     import vllm.envs as envs
@@ -76,6 +82,7 @@ def read(vllm_config: Any) -> Deployment:
         architecture=model.architecture,
         platform=current_platform.device_type,
         device_arch=device_arch(current_platform),
+        device=device_name(current_platform),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=cache.cache_dtype,
         state_dtype=cache.mamba_ssm_cache_dtype,
@@ -108,7 +115,7 @@ def read(vllm_config: Any) -> Deployment:
 
 
 def _sizes(text: Any, linear: Any, tensor_parallel: int) -> tuple[tuple[str, int], ...]:
-    """Name and value of every size that `rules.CPU_SIZES` bounds; one that the model does not have is left out."""
+    """Name and value of every size that a rule bounds; one that the model does not have is left out."""
     block = getattr(text, "attn_res_block_size", None)
     found = {
         "KDA head width": linear.get("head_dim"),
