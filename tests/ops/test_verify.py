@@ -190,3 +190,28 @@ def test_the_counters_are_where_they_are_read(arch: str, shared_store: build.Sto
             untold = []
         loads += instruction.lands is not None
     assert loads > 10
+
+
+OVERWRITTEN = {
+    "a shuffle": (["SHFL.BFLY PT, R2, R9, 0x1, 0x1f"], 2),
+    "logic with a predicate first": (["LOP3.LUT P1, R2, R9, 0x1, RZ, 0xc0, !PT"], 2),
+    "the third result of a product": (["LDC.64 R10, c[0x0][0x210]", "HMMA.16816.F32.BF16 R8, R12, R16, R20"], 10),
+}
+
+
+@pytest.mark.parametrize("what", OVERWRITTEN)
+def test_a_weights_address_that_was_overwritten_is_none_any_more(what: str) -> None:
+    instructions, register = OVERWRITTEN[what]
+
+    def findings(last: str) -> list[str]:
+        code = ["LDC.64 R2, c[0x0][0x210]", "LDC.64 R6, c[0x0][0x218]", "ACQBULK", *instructions[:-1], last]
+        code += [f"IMAD.WIDE R4, R{register}, 0x2, R6", "STG.E desc[UR4][R4.64], R24", "EXIT"]
+        bits = f"/* 0x{0:016x} 0x{7 << 46:016x} */"
+        lines = [".section .text.kernel", *(f"/*{i * 16:04x}*/ {text} ; {bits}" for i, text in enumerate(code))]
+        report = verify.Report("kernel", "sm_90a")
+        program = sass.parse("\n".join(lines), [(0x210, 8), (0x218, 8)])
+        verify.check_program("SASS", program, [build.Access.STATIC, build.Access.OUTPUT], [None, None], report)
+        return [finding.problem for finding in report.findings]
+
+    assert findings(instructions[-1]) == []
+    assert "a static parameter is never written" in " ".join(findings(f"@P0 {instructions[-1]}")), "it may still be the address"

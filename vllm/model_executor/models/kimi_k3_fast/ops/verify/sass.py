@@ -62,6 +62,7 @@ _MEMORY = {
     "UBLKPF": (Use.PREFETCH, Space.GLOBAL),
 }
 _SYNCS = ("SYNCS", "UCGABAR_ARV", "UCGABAR_WAIT", "BAR", "B2R", "ERRBAR", "CGAERRBAR")
+_PREDICATE_THEN_REGISTER = ("SHFL", "LOP3")  # what they write, where a predicate comes first: `SHFL.BFLY PT, R0, R1, ...`
 _ONLY_PREDICATES = re.compile(r"U?(ISETP|FSETP|HSETP2|DSETP|PLOP3|R2P|FCHK|P2R|VOTE)")
 
 
@@ -132,7 +133,9 @@ class _Reader:
         result.writes = tuple(written)
         result.guard = self.guard
         sources = self.operands[1:] if written and _REGISTER.fullmatch(self.operands[0]) else self.operands
-        if written and not _REGISTER.fullmatch(self.operands[0]):
+        if written and self.head in _PREDICATE_THEN_REGISTER and not _REGISTER.fullmatch(self.operands[0]):
+            sources = self.operands[2:]
+        elif written and not _REGISTER.fullmatch(self.operands[0]):
             # A predicate comes first: which register is written is a guess, so nothing is forgotten.
             result.guarded, result.guard = True, ""
         result.reads = tuple(register for operand in sources for register in _REGISTER.findall(_without_descriptor(operand)))
@@ -183,6 +186,8 @@ class _Reader:
         wide = self.width
         if "WIDE" in self.parts or (self.head in ("I2F", "F2F", "DADD", "DMUL", "DFMA") and "F64" in self.parts):
             wide = 2
+        if self.head == "HMMA" and "F32" in self.parts:
+            wide = 4
         return _span(self.operands[first], wide)
 
     def _constants(self, result: Instruction, sources: list[str]) -> None:
