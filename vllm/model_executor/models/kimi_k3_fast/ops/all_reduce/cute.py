@@ -22,13 +22,11 @@ class Group:
         self.boxes = [self.exchange.box_of(r) for r in self.ranks]
 
     def first_trip(self, x: Any, pairs: list[Any], inside: list[Boolean]) -> None:
-        """Send the pairs of x that are `inside` to who adds them up, and count the block in."""
+        """Send the pairs of x that are `inside` to who adds them up."""
         words = [load_word(x + 2 * pair) for pair in pairs]
         for pair, word, real in zip(pairs, words, inside, strict=True):
             for box in [self.exchange.box_of(self.config.owner(pair))] if self.config.two_shot else self.boxes:
                 self.exchange.send(box, self.config.word(pair), word, real)
-        cute.arch.sync_threads()
-        self.exchange.arrive(self.config.blocks)
 
     def total(self, pair: Any, inside: Boolean) -> Uint32:
         """A pair of x added up over all ranks."""
@@ -62,6 +60,8 @@ def _all_reduce(x: Dynamic, out: Output, post: tuple[Any, ...], config: cutlass.
         else:
             word = group.total(pair, real)
         store_word(target + 2 * pair, word, real)
+    cute.arch.sync_threads()
+    group.exchange.arrive(config.blocks)
 
 
 def bf16_all_reduce(config: Any, x: Dynamic, out: Output, *args: Any) -> None:

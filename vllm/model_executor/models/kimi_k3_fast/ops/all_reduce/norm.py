@@ -51,6 +51,7 @@ def _all_reduce_norm(norm: Static, x: Dynamic, out: Output, post: tuple[Any, ...
     target = out.after(token).iterator
     for pair, total, weight, real in zip(pairs, totals, weights, held, strict=True):
         store_word(target + 2 * config.packed(pair), scaled(total, weight, factor), real & (config.owner(pair) == own.rank))
+    group.exchange.arrive(config.blocks)  # the block has met for its sum of squares
 
 
 def _words_of(thread: Any, threads: int, words: int) -> tuple[list[Any], list[Any]]:

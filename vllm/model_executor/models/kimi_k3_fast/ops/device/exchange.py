@@ -4,8 +4,11 @@ A kernel uses it in this order:
 
     exchange = Exchange(world, bound_ns, token, post)       # behind the dependency wait: reads the epoch
     exchange.send(to, index, data, inside)                  # any number of times, by any threads
-    exchange.arrive(blocks)                                 # once, behind a barrier of the block: the last block counts up
     words = exchange.receive(senders, index, inside)        # any number of times
+    exchange.arrive(blocks)                                 # once, behind a barrier of the block: the last block counts up
+
+Counting in is an atomic behind a fence, some microseconds where stores to peers are under way: the block's last thread does it,
+when its warp has received what it waits for, or has nothing to receive.
 
 All blocks of a launch that sends and receives must be able to run at once, as a block waits for its counterparts on the other
 ranks. One launch may send and the next one receive (`sent`): neither waits for blocks of its own kind.
@@ -66,7 +69,7 @@ class Exchange:
         inline_ptx(store, read_only_args=[self._word(box, self.post.rank, index), data, self.epoch], predicate=inside)
 
     def arrive(self, blocks: int) -> None:
-        """Count this block in: behind a barrier of the block, as all its threads must have read the epoch."""
+        """Count this block in, by its last thread: behind a barrier of the block, as all its threads must have read the epoch."""
         _arrive(self.counter, self.epoch, blocks)
 
     def receive(self, senders: list[Any], index: Any, inside: Boolean, relayed: bool = False) -> list[Uint32]:
@@ -78,9 +81,8 @@ class Exchange:
         """
         indices = index if isinstance(index, list) else [index] * len(senders)
         addresses = [self._word(self.box, sender, at) for sender, at in zip(senders, indices, strict=True)]
-        boxes = [self.box_of(r) for r in range(self.world)]
         bound_ns = self.bound_ns * 5 // 4 if relayed else self.bound_ns
-        data = _receive(addresses, senders, self.epoch, self.box, boxes, inside, bound_ns)
+        data = _receive(self, addresses, senders, inside, bound_ns)
         return [data[i] for i in range(len(senders))]
 
 
@@ -96,7 +98,8 @@ def add_up(words: list[Uint32]) -> Uint32:
 @cute.jit
 def _arrive(counter: Any, epoch: Int32, blocks: cutlass.Constexpr):
     thread, _, _ = cute.arch.thread_idx()
-    if thread == 0:
+    threads, _, _ = cute.arch.block_dim()
+    if thread == threads - 1:
         add = "atom.add.acq_rel.gpu.global.s32 {$w0}, [{$r0}], 1;"
         before = inline_ptx(add, write_only_types=[Int32], read_only_args=[counter + 1])
         if before == blocks - 1:
@@ -105,8 +108,9 @@ def _arrive(counter: Any, epoch: Int32, blocks: cutlass.Constexpr):
 
 
 @cute.jit
-def _receive(addresses: Any, senders: Any, epoch: Int32, box: Int64, boxes: Any, inside: Boolean, bound_ns: cutlass.Constexpr):
+def _receive(own: Any, addresses: Any, senders: Any, inside: Boolean, bound_ns: cutlass.Constexpr):
     """Poll until every word carries the epoch, or the bound is over, or somebody has declared a rank lost."""
+    epoch, box = own.epoch, own.box
     count = cutlass.const_expr(len(addresses))
     data = cute.make_rmem_tensor(count, Uint32)
     seen = cute.make_rmem_tensor(count, Int32)
@@ -130,8 +134,9 @@ def _receive(addresses: Any, senders: Any, epoch: Int32, box: Int64, boxes: Any,
                     missing = Int32(senders[i]) + 1
             if (missing != 0) & (lost == 0) & (cute.arch.globaltimer() - start > bound_ns):
                 lost = missing
-                for r in cutlass.range_constexpr(len(boxes)):
-                    inline_ptx("red.relaxed.sys.global.max.s32 [{$r0}], {$r1};", read_only_args=[boxes[r], missing])
+                for r in cutlass.range_constexpr(own.world):
+                    peer = Exchange.box_of(own, r)  # read here, so that a word that is there waits for nothing
+                    inline_ptx("red.relaxed.sys.global.max.s32 [{$r0}], {$r1};", read_only_args=[peer, missing])
         if lost != 0:
             for i in cutlass.range_constexpr(count):
                 data[i] = Uint32(NAN_PAIR)

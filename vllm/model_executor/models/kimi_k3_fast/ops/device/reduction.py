@@ -35,7 +35,7 @@ class Item:
     pair: Any  # number of the pair in its group
     inside: Any  # this lane's row exists
     either: Any  # a row of the pair exists
-    old: Any  # what the target held before, where it is added to
+    old: Any = None  # what the target held before, where it is added to
 
 
 class Target:
@@ -110,7 +110,7 @@ class Reduction(Outbox):
         mine = value(0)
         either = (Int32(inside) | _across(Int32(inside))) != 0
         pair = (token * self.config.shape.tactic.rows + (row - self.first)) // 2
-        item = Item(token, row, pair, inside, either, self.target.read(token, row))
+        item = Item(token, row, pair, inside, either)
         self.items.append(item)
         word = self._word(mine)
         if self.config.two_shot:
@@ -118,10 +118,20 @@ class Reduction(Outbox):
             self.exchange.send(box, self._index(item), word, either & (self.odd == 0))
         else:
             self._send_to_all(self._index(item), word, either)
+        item.old = self.target.read(token, row)  # behind the sending, which would wait for it
 
     def finish(self) -> None:
         """Everything after the block's own sums."""
-        super().finish()
+        shape = self.config.shape
+        idle = shape.tokens * shape.tactic.rows <= shape.tactic.threads - 32  # the last warp, which has no outputs
+        if idle:
+            super().finish()
+        self._receive()
+        if not idle:
+            super().finish()
+
+    def _receive(self) -> None:
+        """All sums, and put them where they belong."""
         if not self.config.two_shot:
             for item in self.items:
                 self.target.put(item, self._total(item, item.either))

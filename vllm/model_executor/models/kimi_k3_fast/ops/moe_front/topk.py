@@ -129,8 +129,6 @@ def _topk(
     scores[expert] = score
     maxima[warp] = warp_max_u32(key)
     cute.arch.sync_threads()
-    if cutlass.const_expr(config.world > 1):
-        gathering.exchange.arrive(config.tokens)
 
     bound = Uint32(0)
     if cutlass.const_expr(experts >= 32 * k):
@@ -187,6 +185,7 @@ def _topk(
 
     if cutlass.const_expr(config.world > 1):
         gathering.write_latent()
+        gathering.exchange.arrive(config.tokens)
 
 
 def set_maximum(maxima: Any, lane: Any, warps: int, sets: int) -> Any:

@@ -90,6 +90,7 @@ class Instruction:
     # SASS only, see `landing`: the counters that an instruction waits for, as bits, and the one that a load of shared memory
     # tells, or `UNTOLD`; or a fence; or a shuffle that surely runs.
     awaits: int = 0
+    tells: int | None = None  # the counter that its results tell, whatever it is
     lands: int | None = None
     shuffles: int | None = None
     fences: bool = False  # SASS only: shared memory, against the async proxy

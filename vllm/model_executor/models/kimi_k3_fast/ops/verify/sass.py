@@ -89,6 +89,7 @@ def parse(listing: str, offsets: list[tuple[int, int]]) -> Program:
             if emptied := _EMPTIED.match(read.text):
                 read.awaits |= 1 << int(emptied[1])
             told = counter if (counter := bits >> 46 & 7) < 6 else UNTOLD
+            read.tells = None if told == UNTOLD else told
             if guard != "@!PT" and any(memory.use is Use.LOAD and memory.space is Space.SHARED for memory in read.memory):
                 read.lands = told
             elif opcode.startswith("FENCE.VIEW.ASYNC") and not guard:
