@@ -134,7 +134,7 @@ def _receive(own: Any, addresses: Any, senders: Any, inside: Boolean, bound_ns: 
                     missing = Int32(senders[i]) + 1
             if (missing != 0) & (lost == 0) & (cute.arch.globaltimer() - start > bound_ns):
                 lost = missing
-                for r in cutlass.range_constexpr(own.world):
+                for r in cutlass.range(own.world, unroll=1):
                     peer = Exchange.box_of(own, r)  # read here, so that a word that is there waits for nothing
                     inline_ptx("red.relaxed.sys.global.max.s32 [{$r0}], {$r1};", read_only_args=[peer, missing])
         if lost != 0:
