@@ -1,19 +1,29 @@
 """Servers of rank slices on GPUs, for the tests of this folder: a few layers of each kind, random weights, a tokenizer.
 
+    python tests/gpu/slices.py COMMIT
+
 Sizes of a layer are those of a rank at TP8; the vocabulary is the tokenizer's. The fork serves with `allow_unvalidated`: these
 tests are what validates it. Several engines share a GPU, so each has a cache of given size.
+
+When the tests have passed on a GPU, the command above records which machine code that was, as digests of the PTX of all kernels
+that one rank takes (`SERVED`; needs no GPU). `tests/scope/test_evidence.py` holds the kernels of later commits to it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import sys
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]
 import rank_slice
 
 from vllm.model_executor.models.kimi_k3_fast.cli.server import Server
@@ -25,6 +35,7 @@ BUDGET = 2048  # tokens of a step: a longer prompt comes in chunks
 LENGTH = 8192
 CACHE = 1 << 30  # bytes: 1213 blocks of 768 tokens
 TRAINED = ROOT / "checkpoints/k3-tiny"
+SERVED = ROOT / "benchmarks/results/h200/served_kernels.json"
 LOGS = ROOT / ".demo"  # stay after the run, for whoever asks why a test failed
 captured: dict[int, Any] = {}  # by tokens, the index tensors of each size's graph in this process; see `remember_steps`
 
@@ -58,13 +69,33 @@ def write_model(folder: Path, tp: int) -> Path:
 
 def compile_kernels(wanted: Iterable[tuple[int, Sequence[int], bool]]) -> None:
     """Those of several engines at once, which would otherwise compile against each other. wanted: (ranks, sizes, mailbox)."""
-    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_ahead
     from vllm.model_executor.models.kimi_k3_fast.fast.compile_kernels import compile_missing
     from vllm.model_executor.models.kimi_k3_fast.ops import build
 
     arch = build.device_arch()
-    found = [spec for tp, tokens, mailbox in wanted for spec in cuda_ahead.specs(config(tp), arch, tp, LENGTH, tokens, mailbox)]
+    found = [spec for tp, tokens, mailbox in wanted for spec in kernels(arch, tp, tokens, mailbox)]
     compile_missing(found, arch, print)
+
+
+def kernels(arch: str, tp: int, tokens: Iterable[int], mailbox: bool = False) -> list[Any]:
+    """Specs of all that the slice's decode batches take."""
+    from vllm.model_executor.models.kimi_k3_fast.fast import cuda_ahead
+
+    return cuda_ahead.specs(config(tp), arch, tp, LENGTH, tokens, mailbox)
+
+
+def digests(arch: str = "sm_90a") -> dict[str, list[str]]:
+    """Of the PTX of every kernel of one rank's decode batches to 64, by the kernel's name. Compiles what is missing."""
+    from vllm.model_executor.models.kimi_k3_fast.fast.compile_kernels import compile_missing
+    from vllm.model_executor.models.kimi_k3_fast.ops import build
+
+    specs = kernels(arch, 1, sizes(64))
+    compile_missing(specs, arch, print)
+    found: dict[str, list[str]] = {}
+    for spec in specs:
+        ptx = build.ensure(spec, arch) / f"{spec.name}-{build.content_hash(spec, arch)}.ptx"
+        found.setdefault(spec.name, []).append(hashlib.sha256(ptx.read_bytes()).hexdigest()[:16])
+    return {name: sorted(found[name]) for name in sorted(found)}
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -146,3 +177,8 @@ def gpu_memory(url: str) -> list[int]:
 def workers(url: str) -> list[int]:
     """Process ids of the server's tensor-parallel workers, by rank."""
     return [int(pid) for pid in rpc(url, "k3_pid")]
+
+
+if __name__ == "__main__":
+    served = {"arch": "sm_90a", "commit": sys.argv[1], "dsl": version("nvidia-cutlass-dsl"), "ptx": digests()}
+    SERVED.write_text(json.dumps(served, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """What `scope.rules.EVIDENCE` says is held to the recorded runs: devices, ranks, and sizes to which no point was slower."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_clients_were_served_for_ten_minutes_with_these_ranks_on_this_device():
 def test_a_step_from_one_state_left_the_same_bits():
     runs = read("same_bits.json")["with the proxy fence, 200 replays with pauses each (tests/gpu/test_engine_cuda.py)"]
     assert len(runs) >= 2 and all("0 differ" in found for found in runs.values())
+
+
+def test_the_kernels_are_those_that_ran(monkeypatch):
+    """Byte for byte, as PTX: of every kernel that one rank takes."""
+    tests = Path(__file__).parents[1]
+    monkeypatch.setattr(sys, "path", [str(tests / "gpu"), str(tests.parent / "benchmarks"), *sys.path])
+    import slices
+
+    served, now = json.loads(slices.SERVED.read_text()), slices.digests()
+    changed = sorted(name for name in {*served["ptx"], *now} if served["ptx"].get(name) != now.get(name))
+    assert not changed, (
+        f"{', '.join(changed)}: not what ran on {EVIDENCE.devices[0]} at {served['commit']}. Run tests/gpu there and renew the "
+        "record (python tests/gpu/slices.py COMMIT), or take the device out of scope.rules.EVIDENCE."
+    )
 
 
 @pytest.mark.parametrize("path", engines(), ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ RULES: list[Rule] = []
 @dataclass(frozen=True)
 class Evidence:
     """How far the recorded runs of a GPU architecture carry. docs/support.md shows it to readers, and
-    `tests/scope/test_evidence.py` holds it to `benchmarks/results/`.
+    `tests/scope/test_evidence.py` holds it, and the kernels, to `benchmarks/results/`.
 
     devices: their names. ranks: tensor-parallel sizes at which 64 clients were served for ten minutes, every eighth step audited
     and every sixteenth shadowed. most: of the model on one rank, the sizes up to which no measured point is slower than stock.
