@@ -87,16 +87,17 @@ def _attn_res_received(
 
     token = dependency_wait()
     running, closed = prefix.after(token).iterator, blocks.after(token).iterator
+    mine = place.thread * 8 < share
+    at = place.base + place.column
+    ranks = exchange.Exchange(config.world, config.bound_ns, token, exchange.Post(*post), sent=True)
+    held = load_words(running + at)  # as the epoch: on its way while the closed blocks come, and words travel
     if place.source < config.prev:
         copy_closed(config, place, closed, source_smem)
         send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
 
-    mine = place.thread * 8 < share
-    at = place.base + place.column
-    ranks = exchange.Exchange(config.world, config.bound_ns, token, exchange.Post(*post), sent=True)
     current = received(config, ranks, posted_word(config.columns, place.row, place.first + place.column), mine)
     if cutlass.const_expr(not config.replaces):
-        current = together(load_words(running + at), current)
+        current = together(held, current)
     store_global(running + at, current, mine)
     if cutlass.const_expr(config.write >= 0):
         store_global(closed + (config.write * place.stride + at), current, mine)
