@@ -93,8 +93,8 @@ def digests(arch: str = "sm_90a") -> dict[str, list[str]]:
     compile_missing(specs, arch, print)
     found: dict[str, list[str]] = {}
     for spec in specs:
-        ptx = build.ensure(spec, arch) / f"{spec.name}-{build.content_hash(spec, arch)}.ptx"
-        found.setdefault(spec.name, []).append(hashlib.sha256(ptx.read_bytes()).hexdigest()[:16])
+        ptx = build.artefact(spec, arch, "ptx").read_bytes()
+        found.setdefault(spec.name, []).append(hashlib.sha256(ptx).hexdigest()[:16])
     return {name: sorted(found[name]) for name in sorted(found)}
 
 

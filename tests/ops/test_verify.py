@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from order_kernels import MUTANTS, RIGHT
+from sass_listing import listing
 from scale_kernel import spec as scale_spec
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build, commands, index, projection, verify
@@ -147,7 +148,7 @@ RING = projection.spec(projection.Config(8, 96, 2048, tactic=STAGES))
 def _ring(arch: str) -> tuple[str, list[str], list[tuple[int, int]]]:
     """PTX, the instructions of the listing, and the parameters' offsets."""
     assert RING is not None
-    path = build.ensure(RING, arch) / f"{RING.name}-{build.content_hash(RING, arch)}.cubin"
+    path = build.artefact(RING, arch, "cubin")
     return path.with_suffix(".ptx").read_text(), verify.disassemble(path).splitlines(), parameter_offsets(path)
 
 
@@ -206,10 +207,8 @@ def test_a_weights_address_that_was_overwritten_is_none_any_more(what: str) -> N
     def findings(last: str) -> list[str]:
         code = ["LDC.64 R2, c[0x0][0x210]", "LDC.64 R6, c[0x0][0x218]", "ACQBULK", *instructions[:-1], last]
         code += [f"IMAD.WIDE R4, R{register}, 0x2, R6", "STG.E desc[UR4][R4.64], R24", "EXIT"]
-        bits = f"/* 0x{0:016x} 0x{7 << 46:016x} */"
-        lines = [".section .text.kernel", *(f"/*{i * 16:04x}*/ {text} ; {bits}" for i, text in enumerate(code))]
         report = verify.Report("kernel", "sm_90a")
-        program = sass.parse("\n".join(lines), [(0x210, 8), (0x218, 8)])
+        program = sass.parse(listing(*code), [(0x210, 8), (0x218, 8)])
         verify.check_program("SASS", program, [build.Access.STATIC, build.Access.OUTPUT], [None, None], report)
         return [finding.problem for finding in report.findings]
 

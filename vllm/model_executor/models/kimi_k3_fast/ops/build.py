@@ -427,6 +427,11 @@ def ensure(spec: KernelSpec, arch: str) -> Path:
     return folder
 
 
+def artefact(spec: KernelSpec, arch: str, kind: str) -> Path:
+    """The `ptx`, `cubin`, `o` or `json` of a kernel, compiled now if it is missing."""
+    return ensure(spec, arch) / f"{spec.name}-{content_hash(spec, arch)}.{kind}"
+
+
 # -- running ----------------------------------------
 
 

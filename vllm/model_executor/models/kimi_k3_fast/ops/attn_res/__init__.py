@@ -21,12 +21,11 @@ from pathlib import Path
 
 import torch
 
-from ...comm import BOUND_NS, RANKS, Box
+from ...comm import BOUND_NS, RANKS, SMS, Box
 from ...reasons import Reason, Refusal
 from .. import measured, posted
 from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
 
-SMS = 132
 MOST_THREADS = 640  # of a block where there are few: its registers leave room for the ring of the next kernel
 
 
@@ -72,21 +71,24 @@ class Config:
         return -(-self.share // 256)
 
     @property
+    def sharing(self) -> int:
+        """Warps that share a source."""
+        assert self.parts is not None, "a config is resolved before its warps are asked for"
+        return self.parts
+
+    @property
     def pieces(self) -> int:
         """Pieces of 256 columns that one warp takes of its source."""
-        assert self.parts is not None, "a config is resolved before its warps are asked for"
-        return -(-self.mixing // self.parts)
+        return -(-self.mixing // self.sharing)
 
     @property
     def padded(self) -> int:
         """Columns of whole pieces: what the prefix's and the delta's share take in shared memory."""
-        assert self.parts is not None, "a config is resolved before its warps are asked for"
-        return 256 * self.parts * self.pieces
+        return 256 * self.sharing * self.pieces
 
     @property
     def threads(self) -> int:
-        assert self.parts is not None, "a config is resolved before its warps are asked for"
-        return 32 * max(self.mixing, (self.prev + 1) * self.parts)
+        return 32 * max(self.mixing, (self.prev + 1) * self.sharing)
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,10 @@ def resolved(config: Config, arch: str) -> Config:
     """The config with numbers of blocks and of warps for a source: those measured with as many sources, or with more."""
     found: dict[str, int] = {}
     if config.blocks is None:
-        for sources in range(config.prev + 1, config.closed + 2):
-            shape = {"sources": sources, "columns": config.columns, "tokens": config.tokens}
-            found = found or measured.chosen(Path(__file__).parent, arch, shape, "tokens") or {}
+        shape = {"columns": config.columns, "tokens": config.tokens}
+        more = range(config.prev + 1, config.closed + 2)
+        rows = (measured.chosen(Path(__file__).parent, arch, {"sources": n, **shape}, "tokens") for n in more)
+        found = next(filter(None, rows), {})
         fitting = next(blocks for blocks in (4, 2, 1) if config.columns % (8 * blocks) == 0 or blocks == 1)
         config = replace(config, blocks=found.get("blocks", fitting))
     return config if config.parts else replace(config, parts=found.get("parts", _parts(config)))

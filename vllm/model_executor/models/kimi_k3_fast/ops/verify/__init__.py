@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..build import Access, KernelSpec, content_hash, ensure, tool
+from ..build import Access, KernelSpec, artefact, tool
 from ..cubin import parameter_offsets
 from . import landing, ptx, sass
 from .flow import SHARED, Flow, Instruction, Kind, Memory, Program, Space, State, Unresolved, Use
@@ -177,10 +177,8 @@ def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offs
 
 def check(spec: KernelSpec, arch: str) -> Report:
     """Check the artefact of one kernel for one architecture, compiling it first if it is missing."""
-    stem = f"{spec.name}-{content_hash(spec, arch)}"
-    path = ensure(spec, arch) / stem
-    cubin = path.with_name(f"{stem}.cubin")
-    return check_files(spec, arch, path.with_name(f"{stem}.ptx").read_text(), disassemble(cubin), parameter_offsets(cubin))
+    cubin = artefact(spec, arch, "cubin")
+    return check_files(spec, arch, artefact(spec, arch, "ptx").read_text(), disassemble(cubin), parameter_offsets(cubin))
 
 
 def disassemble(cubin: Path) -> str:

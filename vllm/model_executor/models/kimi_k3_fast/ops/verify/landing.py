@@ -54,7 +54,7 @@ def wanted(program: Program, at: int, registers: set[str]) -> bool:
     if FENCE in registers:
         return True
     seen: dict[int, set[str]] = {}
-    waiting = [(following, registers) for following in _following(program, at)]
+    waiting = [(place, registers) for place in following(program, at)]
     while waiting:
         here, open_ = waiting.pop()
         open_ = open_ - seen.get(here, set())
@@ -65,7 +65,7 @@ def wanted(program: Program, at: int, registers: set[str]) -> bool:
         if open_ & _read(instruction):
             return True
         open_ = open_ if instruction.guarded else open_ - {*instruction.writes}
-        waiting += [(following, open_) for following in _following(program, here)]
+        waiting += [(place, open_) for place in following(program, here)]
     return False
 
 
@@ -77,7 +77,8 @@ def _read(instruction: Instruction) -> set[str]:
     return named | {f"{part[1]}{int(part[2]) + i}" for part in parts if part for i in range(4)}
 
 
-def _following(program: Program, at: int) -> list[int]:
+def following(program: Program, at: int) -> list[int]:
+    """Where control may go on from behind an instruction."""
     instruction = program.instructions[at]
     kind = instruction.kind.name
     targets = list(instruction.targets)

@@ -16,7 +16,12 @@ import argparse
 import re
 from dataclasses import dataclass, field
 
-from .flow import Instruction, Kind, Program, Use
+from .. import build, index
+from ..build import KernelSpec
+from ..cubin import parameter_offsets
+from . import disassemble, sass
+from .flow import Instruction, Kind, Program
+from .landing import following
 
 _LOADS = ("LDG", "LD", "LDGSTS", "ATOMG", "ATOM")
 _GROUPS_LEFT = re.compile(r"DEPBAR\.LE SB\d, 0x([0-9a-f]+)")
@@ -41,7 +46,7 @@ class _Place:
 
 def trips(program: Program) -> list[tuple[int, Instruction]]:
     """Every load of global memory behind the dependency wait, in the order of the text, with the number of its trip."""
-    places: list[_Place | None] = [None] * (len(program.instructions) + 1)
+    places: list[_Place | None] = [None] * len(program.instructions)
     places[0] = _Place()
     found = []
     for at, instruction in enumerate(program.instructions):
@@ -49,16 +54,13 @@ def trips(program: Program) -> list[tuple[int, Instruction]]:
         if place is None:
             continue
         place = _behind_waiting(instruction, place)
-        if place.waited >= 0 and instruction.text.split()[0].partition(".")[0] in _LOADS and _reads_global(instruction):
+        if place.waited >= 0 and instruction.text.split()[0].partition(".")[0] in _LOADS:
             found.append((place.waited + 1, instruction))
             place = _issued(instruction, place)
-        for following in _forward(program, at):
-            places[following] = place.met(places[following])
+        for further in following(program, at):
+            if further > at:
+                places[further] = place.met(places[further])
     return found
-
-
-def _reads_global(instruction: Instruction) -> bool:
-    return any(memory.use in (Use.LOAD, Use.ATOMIC) for memory in instruction.memory)
 
 
 def _behind_waiting(instruction: Instruction, place: _Place) -> _Place:
@@ -87,32 +89,20 @@ def _issued(instruction: Instruction, place: _Place) -> _Place:
     return _Place(place.waited, place.under_way | {instruction.tells: trip}, place.groups)
 
 
-def _forward(program: Program, at: int) -> list[int]:
-    """Where control may go on from an instruction, further down in the text."""
-    instruction = program.instructions[at]
-    targets = instruction.targets if instruction.kind is not Kind.SET_JOIN else ()
-    if instruction.kind is Kind.JOIN:
-        senders = [other for other in program.instructions if other.kind is Kind.SET_JOIN]
-        targets = tuple(target for other in senders if other.barrier == instruction.barrier for target in other.targets)
-    found = [program.labels[target] for target in targets if program.labels[target] > at]
-    if instruction.guarded or instruction.kind not in (Kind.BRANCH, Kind.EXIT, Kind.JOIN, Kind.RETURN):
-        found.append(at + 1)
-    return found
+def of(spec: KernelSpec, arch: str) -> list[tuple[int, Instruction]]:
+    """The trips of a kernel, compiled now if it is missing."""
+    cubin = build.artefact(spec, arch, "cubin")
+    return trips(sass.parse(disassemble(cubin), parameter_offsets(cubin)))
 
 
 def main() -> None:
-    from .. import build, index
-    from ..cubin import parameter_offsets
-    from . import disassemble, sass
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=index.OPS)
     parser.add_argument("--arch", default="sm_90a", choices=build.ARCHS)
     parser.add_argument("--loads", action="store_true", help="list each load")
     options = parser.parse_args()
     for spec in index.specs(options.op):
-        cubin = build.ensure(spec, options.arch) / f"{spec.name}-{build.content_hash(spec, options.arch)}.cubin"
-        loads = trips(sass.parse(disassemble(cubin), parameter_offsets(cubin)))
+        loads = of(spec, options.arch)
         print(f"{max((trip for trip, _ in loads), default=0)} trips  {spec.name}  {spec.config}", flush=True)
         for trip, instruction in loads if options.loads else ():
             print(f"    {trip}  {instruction.text}")
