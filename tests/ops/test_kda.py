@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_kernel import write_late
+from late_kernel import settle, write_late
 from ptx_machine import run as run_ptx
 from torch import Tensor
 
@@ -316,7 +316,8 @@ def test_replay_with_other_slots_and_inputs() -> None:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", ["x", "slots", "state"])
 def test_producer_that_writes_100_us_late(name: str, drafts: int) -> None:
-    """The kernel before lets this one start at once and writes an input 100 us later, over poison: NaN, or the null slot."""
+    """The kernel before lets this one start at once and writes an input 100 us later, over poison: NaN, or the null slot. Slots and
+    states are of the step before: one kernel that settles them is between, and runs on while they are read."""
     config = kda.Config(6, 3, kda.columns(6), queries=1 + drafts, drafts=drafts)
     inputs, y = problem(config, "cuda", seed=3), poisoned(config)
     plan = kda.plan(config, build.device_arch())
@@ -326,9 +327,12 @@ def test_producer_that_writes_100_us_late(name: str, drafts: int) -> None:
     late = inputs[name].clone()
     kda.run(plan, **{key: tensor.clone() for key, tensor in inputs.items()}, y=y.clone())  # loads the code
     write_late(late, late.clone())
+    settle(other := torch.zeros(1, dtype=torch.int32, device="cuda"))
     inputs[name].fill_(0 if name == "slots" else float("nan"))
     torch.cuda.synchronize()
     write_late(late, inputs[name])
+    if name != "x":
+        settle(other)
     kda.run(plan, **inputs, y=y)
     torch.cuda.synchronize()
     compare(inputs, y, exact, plain)

@@ -92,6 +92,7 @@ class Access(enum.Enum):
 
     STATIC = "static"  # loaded weights and tables: may be read before the dependency wait
     ACTIVATION = "activation"  # written by an earlier kernel
+    SETTLED = "settled"  # written by a kernel that has finished when this one starts: see `ops/order.py`
     STATE = "state"  # cache or recurrent state, read and written in place
     MAILBOX = "mailbox"  # data written by peers: read behind an acquire, or by strong loads of words that carry their epoch
     SIGNAL = "signal"  # flags by which peers order mailboxes: strong at system scope, released and acquired
@@ -99,7 +100,7 @@ class Access(enum.Enum):
     SCALAR = "scalar"  # a number, passed by value
 
 
-STATIC, ACTIVATION, STATE, MAILBOX, SIGNAL, OUTPUT, SCALAR = Access
+STATIC, ACTIVATION, SETTLED, STATE, MAILBOX, SIGNAL, OUTPUT, SCALAR = Access
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,15 @@ class Param:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """All that determines a kernel. `entry`: "module:function" (imported only to compile), or the function itself."""
+    """All that determines a kernel. `entry`: "module:function" (imported only to compile), or the function itself. `settles`: it
+    releases its dependents behind its own wait, and nowhere else, so what was written in front of it is settled for them."""
 
     name: str
     op: str
     config: Any
     entry: str | Callable[..., None]
     params: tuple[Param, ...]
+    settles: bool = False
 
     @property
     def module(self) -> str:
@@ -276,6 +279,7 @@ def _guarded(spec: KernelSpec) -> Callable[..., None]:
     wrap = {
         STATIC: order.Static,
         ACTIVATION: order.Dynamic,
+        SETTLED: order.Settled,
         STATE: order.Dynamic,
         MAILBOX: order.Dynamic,
         SIGNAL: order.Signal,

@@ -7,6 +7,8 @@ parameter arrives wrapped in the type of its access, and only that type's door o
     w.early()        `Static`: loaded weights and tables, never written while serving. May be read any time.
     x.after(token)   `Dynamic`: activations, caches, states, mailboxes. Needs an `Ordered` token, which only
                      `dependency_wait()` or an acquire of a mailbox hands out.
+    s.early()[i]     `Settled`: written so long ago that it is finished, though this thread has not waited yet (see below). Read
+                     at any time, from L2; written, and read by other means, with a token.
     y.after(token)   `Output`: needs the token as well: the previous kernel may still read the buffer that is written here.
     f.acquire(token, i), f.release(token, i, value)
                      `Signal`: flags between ranks, strong at system scope.
@@ -16,10 +18,16 @@ parameter arrives wrapped in the type of its access, and only that type's door o
 A wrong door is a TypeError while tracing, so it does not compile. What types cannot see, a wait that only some warps execute or a
 compiler that moves a load, is checked on PTX and SASS by `ops/verify.py`.
 
-Two further rules of PDL, for the author of a kernel:
+Further rules of PDL, for the author of a kernel:
   - every thread that touches dynamic memory executes `dependency_wait()` itself: the wait orders the thread that executes it;
   - every kernel executes the wait before it ends, even one with nothing to wait for: kernel n+1 waits for n only, and sees the
-    writes of n-1 because n has waited for n-1.
+    writes of n-1 because n has waited for n-1;
+  - what is settled. Kernel n+1 does not start before every block of n has released it. Where n releases behind its own wait
+    (`KernelSpec.settles`, which the order checker holds it to), all that was written in front of n is finished when n+1 starts;
+    so it is behind an ordinary launch, such as those with which every step begins, and at the start of a graph. A parameter may
+    be `Settled` where such a launch always stands between its last writer and its reader: the experts that w2 reads are
+    chosen in front of w13, which settles; a recurrent state was written in the step before. L1 may still hold what was there
+    before, so these reads pass it by.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint16, Uint32
 
 
 class Ordered:
@@ -125,6 +133,49 @@ class Dynamic(Guarded):
         if not isinstance(token, Ordered):
             raise TypeError(f"Expected the Ordered token of dependency_wait() or of an acquire, found {type(token).__name__}.")
         return self._tensor
+
+
+class Settled(Dynamic):
+    """A tensor whose last writer has finished when this kernel starts, by a launch in between that lets nothing pass."""
+
+    _alternative = "use .early()[index], or .after(token)"
+
+    def early(self) -> FromL2:
+        """The tensor, to be read from L2 at any time."""
+        return FromL2(self._tensor)
+
+
+class FromL2:
+    """A tensor whose elements, of 16 or 32 bits, are read by loads that pass L1 by. `iterator`: for copies into shared memory that
+    do so, too; that nothing else reads there the order checker sees."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    @property
+    def shape(self) -> Any:
+        return self._tensor.shape
+
+    @property
+    def stride(self) -> Any:
+        return self._tensor.stride
+
+    @property
+    def iterator(self) -> Any:
+        return self._tensor.iterator
+
+    def __getitem__(self, index: Any) -> Any:
+        dtype = self._tensor.element_type
+        word, bits = (Uint32, 32) if dtype.width == 32 else (Uint16, 16)
+        pointer = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
+        load = f"ld.relaxed.gpu.global.b{bits} {{$w0}}, [{{$r0}}];"
+        return cute.arch.inline_ptx(load, write_only_types=[word], read_only_args=[pointer]).bitcast(dtype)
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return self._tensor.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> FromL2:
+        return type(self)(self._tensor.__new_from_mlir_values__(values))
 
 
 class Output(Dynamic):

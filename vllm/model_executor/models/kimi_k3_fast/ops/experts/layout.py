@@ -315,5 +315,5 @@ class PackedSecond:
 
     def bytes(self, rows: int, entries: int, pairs: int) -> int:
         """Of shared memory, with 1 KiB for alignment."""
-        table = 12 * entries + 8 * pairs if self.grouped else 8 * pairs
+        table = 12 * entries + 8 * pairs if self.grouped else 8 * pairs + 4
         return self.warps * (self.ring + rows * self.height * 4) + table + 1024

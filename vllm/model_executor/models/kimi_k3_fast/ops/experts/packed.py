@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 
 from ..device.ptx import load_shared, load_word, store_shared, stream_async
 from ..device.vectors import unpack_bf16
-from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+from ..order import Dynamic, Output, Settled, Static, dependency_wait, release_dependents
 from .common import (
     SHIFT,
     ask_for_w2,
@@ -379,9 +379,9 @@ def _w13_packed(
     hidden: Output,
     c: cutlass.Constexpr,
 ):
-    release_dependents()
     memory, table = _memory_w13(c)
     token = dependency_wait()
+    release_dependents()  # not before: w2 then finds settled what the choice of experts has written
     weights = (codes.early(), scales.early())
     following = (next_codes.early().iterator.toint(), next_scales.early().iterator.toint())
     count = num_tokens.after(token)
@@ -400,9 +400,9 @@ def _w13_packed_grouped(
     hidden: Output,
     c: cutlass.Constexpr,
 ):
-    release_dependents()
     memory, table = _memory_w13(c)
     token = dependency_wait()
+    release_dependents()  # not before: w2 then finds settled what the choice of experts has written
     weights = (codes.early(), scales.early())
     routes = (offsets.after(token), pairs.after(token), active.after(token))
     _w13(c, weights, weights, z.after(token), routes, num_active.after(token), hidden.after(token), memory, table)
@@ -423,15 +423,36 @@ def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries:
     return lane[0] + expert * (size // 2), lane[1] + expert * (size // GROUP), lane[2] + Int64(pair) * (2 * c.width)
 
 
-def _fetch_w2(c: Any, at: tuple[Any, Any, Any], step: int, slot: Any, wanted: Any) -> None:
-    """Start copying this lane's part of one step; a group of copies even where nothing is wanted."""
+def _fetch_weights(c: Any, at: tuple[Any, Any, Any], step: int, slot: Any, wanted: Any) -> None:
+    """Start copying this lane's codes and scales of one step."""
     layout, lane = _second(c), cute.arch.lane_idx()
     for chunk in range(2):
         away = (step * layout.pieces * 2 + chunk) * (c.hidden * 8)
         stream_async(slot + chunk * 512 + lane * 16, at[0] + away, wanted)
-    stream_async(slot + 1024 + lane * 16, at[2] + step * layout.pieces * 2 * GROUP, wanted)
     _copy8(slot + 1536 + lane * 8, at[1] + step * layout.pieces * c.hidden, wanted)
-    cute.arch.cp_async_commit_group()
+
+
+def _fetch_hidden(c: Any, at: tuple[Any, Any, Any], step: int, slot: Any, wanted: Any) -> None:
+    """Start copying this lane's hidden values of one step."""
+    source = at[2] + step * _second(c).pieces * 2 * GROUP
+    stream_async(slot + 1024 + cute.arch.lane_idx() * 16, source, wanted)
+
+
+def _fetch_first(c: Any, own: tuple, table: tuple, entries: Any, ring: Any, fetch: Any) -> tuple[Any, Any, tuple]:
+    """`fetch` for the first `flight` steps of this warp, a group of copies each, even where nothing is wanted. Returns the entry,
+    first pair and addresses of the last of them."""
+    layout = _second(c)
+    ahead, begin = Int32(cute.arch.warp_idx()), Int32(0)
+    if c.grouped:
+        begin = Int32(table[1][ahead])
+    at = _find_w2(c, own, table, ahead, begin, entries)
+    for turn in range(c.flight):
+        if turn > 0 and turn % layout.steps == 0:
+            ahead, begin = _next(c, table, ahead, begin, entries, c.warps)
+            at = _find_w2(c, own, table, ahead, begin, entries)
+        fetch(c, at, turn % layout.steps, ring + turn * layout.slot, ahead < entries)
+        cute.arch.cp_async_commit_group()
+    return ahead, begin, at
 
 
 @cute.jit
@@ -454,30 +475,34 @@ def _add(c: cutlass.Constexpr, acc: Any, table: Any, begin: Any, end: Any, sums:
                 store_shared(place + four * 16, [value.bitcast(Uint32) for value in new])
 
 
-@cute.jit
-def _stream_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entries: Any, ring: Any, sums: Any):
-    """One warp: every c.warps-th entry. At least one is its own."""
+def _own_w2(c: Any, codes: Any, scales: Any, hidden: Any) -> tuple[Any, Any, Any]:
+    """Addresses of this lane's codes, scales and hidden values of expert and pair 0."""
     layout = _second(c)
     block, _, _ = cute.arch.block_idx()
-    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     piece, member, quad, _ = _place(c)
     row, group = block % layout.pieces * c.strip + member, block // layout.pieces  # of eight; of the groups of 64 rows
-    own = (
+    return (
         codes.iterator.toint() + Int64(piece * (c.hidden * 16) + group * 512 + row * 64 + quad * 16),
         scales.iterator.toint() + Int64(piece * c.hidden + group * 64 + row * 8),
-        hidden.iterator.toint() + Int64(piece * (2 * GROUP) + quad * 16),
+        hidden + Int64(piece * (2 * GROUP) + quad * 16),
     )
-    ring = ring + warp * layout.ring
-    ahead, ahead_begin = Int32(warp), Int32(0)
-    if cutlass.const_expr(c.grouped):
-        ahead_begin = Int32(table[1][ahead])
-    codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
-    for turn in cutlass.range_constexpr(c.flight):
-        if cutlass.const_expr(turn > 0 and turn % layout.steps == 0):
-            ahead, ahead_begin = _next(c, table, ahead, ahead_begin, entries, c.warps)
-            codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
-        at = (codes_at, scales_at, hidden_at)
-        _fetch_w2(c, at, turn % layout.steps, ring + turn * layout.slot, ahead < entries)
+
+
+@cute.jit
+def _begin_w2(c: cutlass.Constexpr, codes: Any, scales: Any, table: Any, entries: Any, ring: Any):
+    """One warp: its first weights, which only settled tensors name. At least one entry is its own."""
+    _fetch_first(c, _own_w2(c, codes, scales, Int64(0)), table, entries, ring, _fetch_weights)
+
+
+@cute.jit
+def _stream_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entries: Any, ring: Any, sums: Any):
+    """One warp: every c.warps-th entry. At least one is its own. Its first steps' weights are under way, in groups of their own,
+    and their hidden values follow in as many: the number of groups behind a step's last is `flight` from the first step on."""
+    layout = _second(c)
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    own = _own_w2(c, codes, scales, hidden.iterator.toint())
+    ahead, ahead_begin, at = _fetch_first(c, own, table, entries, ring, _fetch_hidden)
+    codes_at, scales_at, hidden_at = at
     acc = cute.make_rmem_tensor(8 * _columns(c), Float32)
     slot = Int32(0)
     for entry in range(warp, entries, c.warps):
@@ -492,7 +517,9 @@ def _stream_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table
                     codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
                 free = Int32(select_(slot == 0, Int32(c.flight), slot - 1))  # what the last step has read
                 at = (codes_at, scales_at, hidden_at)
-                _fetch_w2(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < entries)
+                for fetch in (_fetch_weights, _fetch_hidden):
+                    fetch(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < entries)
+                cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(c.flight)
                 now = ring + slot * layout.slot + lane * 16
                 _product(c, acc, 0, now, ring + slot * layout.slot + 1536 + lane * 8, list(load_shared(now + 1024)))
@@ -517,7 +544,7 @@ def _write_sums(c: cutlass.Constexpr, sums: Any, out: Any):
 
 
 def _memory_w2(c: Any) -> tuple:
-    """Address of the ring, the table, all sums (set to zero)."""
+    """Address of this warp's ring, the table, all sums (set to zero)."""
     layout, allocator = _second(c), SmemAllocator()
     ring = allocator.allocate(c.warps * layout.ring, byte_alignment=128)
 
@@ -525,21 +552,16 @@ def _memory_w2(c: Any) -> tuple:
         return allocator.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
     pairs = c.rows * c.top_k
-    kinds = ((Int32, c.entries),) * (3 if c.grouped else 0) + ((Int32, pairs), (Float32, pairs))
-    table = tuple(numbers(*kind) for kind in kinds)
+    kinds = ((Int32, c.entries),) * 3 + ((Int32, pairs),) if c.grouped else ((Int32, pairs + 1),)
+    table = tuple(numbers(*kind) for kind in (*kinds, (Float32, pairs)))
     sums = numbers(Float32, c.warps * c.rows * layout.height)
     clear(sums, c.warps * c.rows * layout.height, 32 * c.warps, 1)
-    return ring.toint(), table, sums
+    return ring.toint() + cute.arch.warp_idx() * layout.ring, table, sums
 
 
 @cute.jit
-def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, routes: Any, factors: Any, entries: Any, out: Any, memory: Any):
-    ring, table, sums = memory
-    if cutlass.const_expr(c.grouped):
-        list_groups(c, routes, factors, entries, table)
-    else:
-        list_pairs(c, routes[0], factors, table)
-    cute.arch.sync_threads()
+def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, table: Any, entries: Any, out: Any, ring: Any, sums: Any):
+    """Behind the wait."""
     own = sums.iterator.toint() + cute.arch.warp_idx() * (c.rows * _second(c).height * 4)
     if cute.arch.warp_idx() < entries:
         _stream_w2(c, *weights, hidden, table, entries, ring, own)
@@ -552,18 +574,25 @@ def _w2_packed(
     codes: Static,
     scales: Static,
     hidden: Dynamic,
-    ids: Dynamic,
-    weights: Dynamic,
-    num_tokens: Dynamic,
+    ids: Settled,
+    weights: Settled,
+    num_tokens: Settled,
     out: Output,
     c: cutlass.Constexpr,
 ):
     release_dependents()
-    memory = _memory_w2(c)
-    token = dependency_wait()
+    ring, table, sums = _memory_w2(c)
+    list_pairs(c, ids.early(), weights.early(), table)
+    place = cutlass.const_expr(c.rows * c.top_k)
+    if cute.arch.thread_idx()[0] == 32 * c.warps - 1:  # not one of those whose first read is of an expert
+        table[0][place] = num_tokens.early()[0]
+    cute.arch.sync_threads()
+    entries = table[0][place] * c.top_k
     static = (codes.early(), scales.early())
-    entries = num_tokens.after(token)[0] * c.top_k
-    _w2(c, static, hidden.after(token), (ids.after(token),), weights.after(token), entries, out.after(token), memory)
+    if cute.arch.warp_idx() < entries:
+        _begin_w2(c, *static, table, entries, ring)
+    token = dependency_wait()
+    _w2(c, static, hidden.after(token), table, entries, out.after(token), ring, sums)
 
 
 @cute.kernel
@@ -571,21 +600,24 @@ def _w2_packed_grouped(
     codes: Static,
     scales: Static,
     hidden: Dynamic,
-    offsets: Dynamic,
-    pairs: Dynamic,
-    active: Dynamic,
-    num_active: Dynamic,
-    weights: Dynamic,
+    offsets: Settled,
+    pairs: Settled,
+    active: Settled,
+    num_active: Settled,
+    weights: Settled,
     out: Output,
     c: cutlass.Constexpr,
 ):
     release_dependents()
-    memory = _memory_w2(c)
-    token = dependency_wait()
+    ring, table, sums = _memory_w2(c)
+    entries = num_active.early()[0]
+    list_groups(c, (offsets.early(), pairs.early(), active.early()), weights.early(), entries, table)
+    cute.arch.sync_threads()
     static = (codes.early(), scales.early())
-    routes = (offsets.after(token), pairs.after(token), active.after(token))
-    entries = num_active.after(token)[0]
-    _w2(c, static, hidden.after(token), routes, weights.after(token), entries, out.after(token), memory)
+    if cute.arch.warp_idx() < entries:
+        _begin_w2(c, *static, table, entries, ring)
+    token = dependency_wait()
+    _w2(c, static, hidden.after(token), table, entries, out.after(token), ring, sums)
 
 
 # -- entries ----------------------------------------

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from ...reasons import Reason, Refusal
 from .. import measured
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, SETTLED, STATIC, Compiled, KernelSpec, Param, Sym, get
 
 if TYPE_CHECKING:
     import torch
@@ -193,11 +193,11 @@ def spec(config: Config, tactic: Tactic) -> KernelSpec:
         Param("a_log", "f32", (h,), STATIC, align=4),
         Param("dt_bias", "f32", (width,), STATIC, align=4),
         Param("norm_weight", "bf16", (D,), STATIC, align=2),
-        Param("slots", "i32", (config.requests, slots_per_row), ACTIVATION, align=4),
-        *([Param("accepted", "i32", (config.requests,), ACTIVATION, align=4)] if verify else []),
-        *([Param("starts", "i32", (config.requests + 1,), ACTIVATION, align=4)] if verify else []),
-        Param("conv_state", "bf16", (Sym("slots"), 2 + slots_per_row, 3 * width), STATE, conv_strides, align=2),
-        Param("state", "f32", (Sym("slots"), h, D, D), STATE, state_strides),
+        Param("slots", "i32", (config.requests, slots_per_row), SETTLED, align=4),
+        *([Param("accepted", "i32", (config.requests,), SETTLED, align=4)] if verify else []),
+        *([Param("starts", "i32", (config.requests + 1,), SETTLED, align=4)] if verify else []),
+        Param("conv_state", "bf16", (Sym("slots"), 2 + slots_per_row, 3 * width), SETTLED, conv_strides, align=2),
+        Param("state", "f32", (Sym("slots"), h, D, D), SETTLED, state_strides),
         Param("y", "bf16", (config.tokens, width), OUTPUT, align=2),
     ]
     entry = "bf16_kda_verify" if verify else "bf16_kda_decode"

@@ -16,9 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from ..device.ptx import copy_async, load_shared, mma_bf16, send_f32
+from ..device.ptx import load_shared, mma_bf16, send_f32, store_shared
 from ..device.vectors import load_words
-from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+from ..order import Dynamic, Output, Settled, Static, dependency_wait, release_dependents
 
 D = 128  # key and value width of a head
 LANES = 8  # lanes that share one V row
@@ -79,7 +79,7 @@ def _sum_lanes(value, threads=LANES):
 @cute.jit
 def _fetch_state(copy, state, source: Int64, buffer, own_state, slot: Int32, only: cutlass.Constexpr):
     """Start copying V rows `only` of this thread, from the state's element `source` on, to their places in `buffer`: one group
-    each, empty where there is no slot."""
+    each, empty where there is no slot. The copies read L2, so the state may be one that is `Settled`."""
     for p in only:
         if slot > 0:
             for j in cutlass.range_constexpr(KEYS // 4):
@@ -181,10 +181,14 @@ class _Inputs:
         self.place = cutlass.select_(p < 48, p * 8, cutlass.select_(p == 48, Int32(BETA), place))
         self.wanted = p < 49 + 2 * own
 
-    def fetch(self, x, token, row):
-        source = Int64(token) * x.stride[0] + self.column
-        target = row + cute.assume(self.place, divby=8)
-        copy_async(target, _pointer(x, source, 8), Int32(16), self.wanted)
+
+@cute.jit
+def _bring_inputs(x, source, inputs, column, place, wanted):
+    """The tokens' rows into shared memory, by registers: copies would be waited for behind those of the states."""
+    if wanted:
+        words = [load_words(_pointer(x, Int64(token) * x.stride[0] + column, 8)) for token in source]
+        for n in cutlass.range_constexpr(len(words)):
+            store_shared(_pointer(inputs, n * PITCH + place, 8), words[n])
 
 
 class _Prepared:
@@ -253,11 +257,11 @@ def _kda(
     a_log: Static,
     dt_bias: Static,
     norm_weight: Static,
-    slots: Dynamic,
-    accepted: Dynamic | None,
-    starts: Dynamic | None,
-    conv_state: Dynamic,
-    state: Dynamic,
+    slots: Settled,
+    accepted: Settled | None,
+    starts: Settled | None,
+    conv_state: Settled,
+    state: Settled,
     y: Output,
     c: cutlass.Constexpr,
 ):
@@ -289,6 +293,36 @@ def _kda(
     )
     weights = _Weights(at, conv_weight.early(), f_b.early(), a_log.early(), dt_bias.early(), norm_weight.early())
 
+    own_state = (group * rows) * D + lane * 4
+    own_part = head * (D * D) + part * values * D + own_state
+
+    # -- settled: the state and its place are of the step before ----------------------------------------
+    old_slots, old_windows, old_state = slots.early(), conv_state.early(), state.early()
+    old_accepted, old_starts = (accepted.early(), starts.early()) if several else (None, None)
+
+    # Which tokens: their rows of x, and the slot and place of the window before them.
+    row = at.row_group
+    first, count, window = row, Int32(1), Int32(0)
+    if cutlass.const_expr(several):
+        first = old_starts[row]
+        count = old_starts[row + 1] - first
+        window = cutlass.min(cutlass.max(old_accepted[row] - 1, 0), c.slots_per_row - 1)
+
+    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load. A V row
+    # is a group of copies: the first is worked on and stored while the others arrive, and its place is free for a later request
+    # as soon as it is in registers, so that memory works all the time.
+    for ahead in cutlass.range_constexpr(c.stages):
+        early_slot = _source_slot(old_slots, old_accepted, row + ahead * c.row_groups, c)
+        early_source = Int64(early_slot) * old_state.stride[0] + own_part
+        early_buffer = state_smem.iterator + ahead * values * D
+        _fetch_state(copy, old_state, early_source, early_buffer, own_state, early_slot, range(rows))
+
+    first_slot = old_slots[row, 0]
+    windows = []
+    for n in cutlass.range_constexpr(1 if several else tokens):
+        window_slot = cutlass.max(old_slots[cutlass.min(row + n * c.row_groups, c.requests - 1), 0], 0)
+        windows.append([[old_windows[window_slot, window + j, column] for j in range(3)] for column in at.column])
+
     # -- dynamic ----------------------------------------
     token_ready = dependency_wait()
     if cutlass.const_expr(not c.early_release):
@@ -297,38 +331,10 @@ def _kda(
     conv_state, state = conv_state.after(token_ready), state.after(token_ready)
     if cutlass.const_expr(several):
         accepted, starts = accepted.after(token_ready), starts.after(token_ready)
-    own_state = (group * rows) * D + lane * 4
-    own_part = head * (D * D) + part * values * D + own_state
-
-    # Which tokens: their rows of x, and the slot and place of the window before them.
-    row = at.row_group
-    first, count, window = row, Int32(1), Int32(0)
-    if cutlass.const_expr(several):
-        first = starts[row]
-        count = starts[row + 1] - first
-        window = cutlass.min(cutlass.max(accepted[row] - 1, 0), c.slots_per_row - 1)
     source = [first + n * (1 if several else c.row_groups) for n in range(tokens)]
     source = [cutlass.min(cutlass.max(token, 0), c.tokens - 1) for token in source]  # past the last: a row that is not used
-    pieces = _Inputs(at, x, c)
-    for n in cutlass.range_constexpr(tokens):
-        pieces.fetch(x, source[n], prepared.inputs.iterator + n * PITCH)
-    cute.arch.cp_async_commit_group()
-
-    # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load. A V row
-    # is a group of copies: the first is worked on and stored while the others arrive, and its place is free for a later request
-    # as soon as it is in registers, so that memory works all the time.
-    for ahead in cutlass.range_constexpr(c.stages):
-        early_slot = _source_slot(slots, accepted, row + ahead * c.row_groups, c)
-        early_source = Int64(early_slot) * state.stride[0] + own_part
-        early_buffer = state_smem.iterator + ahead * values * D
-        _fetch_state(copy, state, early_source, early_buffer, own_state, early_slot, range(rows))
-
-    first_slot = slots[row, 0]
-    windows = []
-    for n in cutlass.range_constexpr(1 if several else tokens):
-        window_slot = cutlass.max(slots[cutlass.min(row + n * c.row_groups, c.requests - 1), 0], 0)
-        windows.append([[conv_state[window_slot, window + j, column] for j in range(3)] for column in at.column])
-    cute.arch.cp_async_wait_group(c.stages * rows)  # the inputs; the states may still be on their way
+    piece = _Inputs(at, x, c)
+    _bring_inputs(x, source, prepared.inputs, piece.column, piece.place, piece.wanted)
     cute.arch.sync_threads()
     gate_products = _gates(prepared.inputs, at, weights, tokens)
     _prepare_decays(prepared, at, weights, gate_products, _exp(weights.a_log), c)

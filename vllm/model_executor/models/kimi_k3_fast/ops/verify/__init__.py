@@ -7,7 +7,9 @@
   ACTIVATION, STATE, OUTPUT
                 touched only where every path has executed the dependency wait; not by non-coherent loads, which promise that
                 nobody writes the memory while this kernel runs: under programmatic dependent launch the producer does.
-  MAILBOX       as above, and read only behind an acquire of a peer's writes, or by strong system-scope loads of words that
+  SETTLED       as above, but read before the wait, too, by what passes L1 by: strong loads, copies into shared memory. A kernel
+                that `settles` for others releases its dependents nowhere but behind its own wait.
+  MAILBOX       as ACTIVATION, and read only behind an acquire of a peer's writes, or by strong system-scope loads of words that
                 carry their own epoch.
   SIGNAL        as above; read by strong system-scope loads, written with release or behind a system fence.
 
@@ -52,7 +54,7 @@ class Finding:
 class Report:
     """What was found in one kernel.
 
-    `early`: static loads that start before the wait, by stage; `ordered`: accesses that stand behind it.
+    `early`: static and settled loads that start before the wait, by stage; `ordered`: accesses that stand behind it.
     """
 
     kernel: str
@@ -83,10 +85,13 @@ class _Judge:
         self.early: set[int] = set()
         self.ordered: set[int] = set()
         self.waits_somewhere = False
+        self.releases_early = ""
 
     def visit(self, instruction: Instruction, state: State, flow: Flow) -> None:
         if instruction.kind is Kind.EXIT and state.waited:
             self.waits_somewhere = True
+        if instruction.kind is Kind.RELEASE and not state.waited:
+            self.releases_early = instruction.text
         if instruction.kind is Kind.ARRIVAL:
             under_way = {register for _, register in landing.left(instruction, state.landing)}
             at = next(i for i, other in enumerate(flow.program.instructions) if other is instruction)
@@ -123,7 +128,10 @@ class _Judge:
             if memory.use is not Use.LOAD:
                 yield f"{what}: a static parameter is never written"
             return
-        if not state.waited:
+        settled = access is Access.SETTLED and memory.use is Use.LOAD
+        if settled and not state.waited and not (memory.strong or memory.past_l1):
+            yield f"{what} before the dependency wait by a load that may find in L1 what was there before"
+        if not state.waited and not settled:
             yield f"{what} before the dependency wait, on at least one path"
         if memory.constant:
             yield f"{what} by a non-coherent load, which assumes that no other kernel writes the memory meanwhile"
@@ -136,7 +144,14 @@ class _Judge:
             yield f"{what} without release: the peer may see the signal before the data"
 
 
-def check_program(stage: str, program: Program, accesses: list[Access], pointees: list[Access | None], report: Report) -> None:
+def check_program(
+    stage: str,
+    program: Program,
+    accesses: list[Access],
+    pointees: list[Access | None],
+    report: Report,
+    settles: bool = False,
+) -> None:
     """Run the rules over one program and add what they find to the report."""
     judge = _Judge(stage, accesses, pointees)
     count = len(accesses)
@@ -151,6 +166,9 @@ def check_program(stage: str, program: Program, accesses: list[Access], pointees
     report.findings += [Finding(stage, text, problem) for text, problem in judge.findings]
     if not judge.waits_somewhere:
         report.findings.append(Finding(stage, "", "no thread surely executes the dependency wait before it ends"))
+    if settles and judge.releases_early:
+        problem = "releases its dependents before the dependency wait, on at least one path: they read what it is to settle"
+        report.findings.append(Finding(stage, judge.releases_early, problem))
     report.early[stage], report.ordered[stage] = len(judge.early), len(judge.ordered)
 
 
@@ -166,7 +184,7 @@ def check_files(spec: KernelSpec, arch: str, ptx_text: str, sass_text: str, offs
         except Unresolved as reason:
             report.findings.append(Finding(stage, "", f"not followed: {reason}"))
             continue
-        check_program(stage, program, accesses, pointees, report)
+        check_program(stage, program, accesses, pointees, report, spec.settles)
         if stage == "SASS" and _ARRIVAL.search(ptx_text) and not any(i.kind is Kind.ARRIVAL for i in program.instructions):
             report.findings.append(Finding(stage, "", "not followed: arrivals on an mbarrier in PTX, none that is known in SASS"))
     if report.early.get("PTX") and not report.early.get("SASS", 1):

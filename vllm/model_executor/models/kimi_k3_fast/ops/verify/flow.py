@@ -30,6 +30,7 @@ SHARED = 1 << 61  # an address in shared or local memory
 class Kind(enum.Enum):
     PLAIN = enum.auto()
     WAIT = enum.auto()  # griddepcontrol.wait
+    RELEASE = enum.auto()  # griddepcontrol.launch_dependents
     FENCE = enum.auto()  # memory fence; `system` says how far it reaches
     INVALIDATE = enum.auto()  # SASS only: the L1 invalidation by which the strong load before it becomes an acquire
     BARRIER = enum.auto()  # block- or cluster-wide barrier
@@ -69,6 +70,7 @@ class Memory:
     acquire: bool = False
     release: bool = False
     constant: bool = False  # non-coherent load: promises that nobody writes the memory while the kernel runs
+    past_l1: bool = False  # a copy into shared memory that reads L2
 
 
 @dataclass(slots=True)
@@ -292,7 +294,7 @@ class Flow:
                 bits = self._loaded(memory, state, instruction.guard)
             elif memory.space is not Space.GLOBAL:
                 for register in instruction.stored:
-                    self._remember(memory.space, state.origins.get(register, 0))
+                    self._remember(memory.space, state.of(register, instruction.guard))
         for register, (guard, _) in list(state.under.items()):
             if guard.lstrip("@!") in instruction.predicates:
                 del state.under[register]

@@ -149,6 +149,8 @@ class _Reader:
             raise Unresolved(f"an instruction that is not modelled: {self.text}")
         if self.opcode.startswith("griddepcontrol.wait"):
             return Kind.WAIT
+        if self.opcode.startswith("griddepcontrol.launch_dependents"):
+            return Kind.RELEASE
         if head == "bra":
             return Kind.BRANCH
         if head in ("ret", "exit", "trap"):
@@ -201,6 +203,7 @@ class _Reader:
             acquire=self.has("acquire", "acq_rel"),
             release=self.has("release", "acq_rel"),
             constant=self.has("nc"),
+            past_l1=self.has("cg", "bulk"),
         )
 
     def _copy(self, brackets: list[str]) -> list[Memory]:

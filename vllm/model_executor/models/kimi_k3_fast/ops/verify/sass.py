@@ -29,6 +29,7 @@ _CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\w+)\+?)?(-?0x[0-9a-f]+)?\]"
 
 _KINDS = {
     "ACQBULK": Kind.WAIT,
+    "PREEXIT": Kind.RELEASE,
     "MEMBAR": Kind.FENCE,
     "EXIT": Kind.EXIT,
     "RET": Kind.RETURN,
@@ -259,6 +260,7 @@ class _Reader:
             strong="STRONG" in self.parts,
             system="SYS" in self.parts,
             constant="CONSTANT" in self.parts,
+            past_l1=self.head == "UBLKCP" or "BYPASS" in self.parts,
         )
 
 
