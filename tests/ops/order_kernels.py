@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -15,13 +16,23 @@ from vllm.model_executor.models.kimi_k3_fast.ops.build import (
     ACTIVATION,
     MAILBOX,
     OUTPUT,
+    SETTLED,
     SIGNAL,
     STATIC,
     KernelSpec,
     Param,
 )
 from vllm.model_executor.models.kimi_k3_fast.ops.device.vectors import prefetch_l2
-from vllm.model_executor.models.kimi_k3_fast.ops.order import Dynamic, Output, Peers, Signal, Static, dependency_wait
+from vllm.model_executor.models.kimi_k3_fast.ops.order import (
+    Dynamic,
+    Output,
+    Peers,
+    Settled,
+    Signal,
+    Static,
+    dependency_wait,
+    release_dependents,
+)
 
 ROWS = 256
 
@@ -136,6 +147,57 @@ def _chosen_pointer(w: Static, x: Dynamic, y: Output):
     y.after(token)[i] = value
 
 
+# -- what is settled -------------------------------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def _reads_settled(s: Settled, x: Dynamic, y: Output):
+    """Element by element and by a copy into shared memory, before the wait; behind it by any load."""
+    i, _, _ = cute.arch.thread_idx()
+    box = cute.arch.alloc_smem(Float32, ROWS)
+    value = s.early()[i]
+    copy = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;"
+    cute.arch.inline_ptx(copy, read_only_args=[box + i // 4 * 4, s.early().iterator + i // 4 * 4])
+    cute.arch.cp_async_commit_group()
+    token = dependency_wait()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.sync_threads()
+    y.after(token)[i] = value + s.after(token)[i] + x.after(token)[i] + cute.make_tensor(box, cute.make_layout(ROWS))[i]
+
+
+@cute.kernel
+def _settled_from_l1(s: Settled, x: Dynamic, y: Output):
+    i, _, _ = cute.arch.thread_idx()
+    value = leak(s)[i]
+    token = dependency_wait()
+    y.after(token)[i] = value * x.after(token)[i]
+
+
+@cute.kernel
+def _settled_written_early(s: Settled, x: Dynamic, y: Output):
+    i, _, _ = cute.arch.thread_idx()
+    leak(s)[i] = s.early()[i] + Float32(1.0)
+    token = dependency_wait()
+    y.after(token)[i] = x.after(token)[i]
+
+
+@cute.kernel
+def _settles(s: Settled, x: Dynamic, y: Output):
+    i, _, _ = cute.arch.thread_idx()
+    token = dependency_wait()
+    release_dependents()
+    y.after(token)[i] = x.after(token)[i]
+
+
+@cute.kernel
+def _says_it_settles(s: Settled, x: Dynamic, y: Output):
+    i, _, _ = cute.arch.thread_idx()
+    if i < 32:
+        release_dependents()
+    token = dependency_wait()
+    y.after(token)[i] = x.after(token)[i]
+
+
 # -- mailboxes -------------------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +253,12 @@ def _plain(kernel: Any) -> KernelSpec:
     return _spec(kernel, tuple(Param(name, "f32", (ROWS,), access) for name, access in accesses))
 
 
+def _settled(kernel: Any, settles: bool = False) -> KernelSpec:
+    accesses = (("s", SETTLED), ("x", ACTIVATION), ("y", OUTPUT))
+    spec = _spec(kernel, tuple(Param(name, "f32", (ROWS,), access) for name, access in accesses))
+    return replace(spec, settles=settles)
+
+
 def _receiver(weakened: bool) -> KernelSpec:
     params = (Param("signal", "i32", (4,), SIGNAL), Param("box", "f32", (ROWS,), MAILBOX), Param("y", "f32", (ROWS,), OUTPUT))
     return _spec(_receive, params, weakened)
@@ -202,7 +270,14 @@ def _sender(weakened: bool) -> KernelSpec:
     return _spec(_send, params, weakened)
 
 
-RIGHT = [_plain(_good), _plain(_divides), _receiver(False), _sender(False)]
+RIGHT = [
+    _plain(_good),
+    _plain(_divides),
+    _receiver(False),
+    _sender(False),
+    _settled(_reads_settled),
+    _settled(_settles, settles=True),
+]
 
 # Each mutant, with words of the finding that has to name it.
 MUTANTS = [
@@ -218,4 +293,7 @@ MUTANTS = [
     (_plain(_chosen_pointer), "load of ACTIVATION before the dependency wait"),
     (_receiver(True), "load of MAILBOX without an acquire"),
     (_sender(True), "without release"),
+    (_settled(_settled_from_l1), "by a load that may find in L1 what was there before"),
+    (_settled(_settled_written_early), "store of SETTLED before the dependency wait"),
+    (_settled(_says_it_settles, settles=True), "releases its dependents before the dependency wait"),
 ]

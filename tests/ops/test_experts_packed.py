@@ -178,6 +178,18 @@ def packed_by_stock(config: op.Config, raw: Weights) -> Weights:
     return Weights(*(t.data if t.dtype == torch.int32 else t.data.view(torch.uint8) for t in made), inner=config.width)
 
 
+@pytest.mark.parametrize("tactic", [op.PAIRS, op.GROUPED, op.PACKED, op.PACKED_GROUPED], ids=str)
+def test_what_w2_reads_early_is_settled_by_w13(tactic: op.Tactic | op.PackedTactic) -> None:
+    """The choice of experts stands in front of w13, so w2 may read it early where w13 settles; w13's own output it may not."""
+    layout = op.HUMMING if isinstance(tactic, op.PackedTactic) else op.RAW
+    config = replace(op.SMALL, tokens=16 if tactic.grouped else 4, layout=layout)
+    first, second = op.specs_for(config, op.fitted(config, tactic))
+    settled = {p.name for p in second.params if p.access is build.SETTLED}
+    written = {p.name for p in first.params if p.access is build.OUTPUT}
+    assert first.settles == bool(settled) == (layout == op.HUMMING)
+    assert not settled & written and not any(p.access is build.SETTLED for p in first.params)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [384, 192])
 def test_gpu_stocks_own_weights_are_what_the_description_packs(width: int) -> None:

@@ -316,8 +316,8 @@ def test_replay_with_other_slots_and_inputs() -> None:
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", ["x", "slots", "state"])
 def test_producer_that_writes_100_us_late(name: str, drafts: int) -> None:
-    """The kernel before lets this one start at once and writes an input 100 us later, over poison: NaN, or the null slot. Slots and
-    states are of the step before: one kernel that settles them is between, and runs on while they are read."""
+    """The kernel before lets this one start at once and writes an input 100 us later, over poison: NaN, or the null slot. Slots
+    and states are of the step before: one kernel that settles them is between, and runs on while they are read."""
     config = kda.Config(6, 3, kda.columns(6), queries=1 + drafts, drafts=drafts)
     inputs, y = problem(config, "cuda", seed=3), poisoned(config)
     plan = kda.plan(config, build.device_arch())

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import pytest
 from order_kernels import ROWS, _plain
 
 from vllm.model_executor.models.kimi_k3_fast.ops import build
-from vllm.model_executor.models.kimi_k3_fast.ops.order import Dynamic, Ordered, Output, Peers, Static, dependency_wait
+from vllm.model_executor.models.kimi_k3_fast.ops.order import (
+    Dynamic,
+    FromL2,
+    Ordered,
+    Output,
+    Peers,
+    Settled,
+    Static,
+    dependency_wait,
+)
 
 
 @cute.kernel
@@ -57,7 +68,12 @@ def test_the_wrong_door_does_not_compile(kernel: Any, words: str, fresh_store: b
     assert not build.compiled_here
 
 
-@pytest.mark.parametrize("wrap", [Static, Dynamic, Output, Peers])
+def test_settled_elements_of_other_widths_are_refused() -> None:
+    with pytest.raises(TypeError, match="16 or 32 bits, found Int64"):
+        FromL2(SimpleNamespace(element_type=cutlass.Int64))[0]
+
+
+@pytest.mark.parametrize("wrap", [Static, Dynamic, Output, Peers, Settled])
 def test_an_access_is_decided_once(wrap: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match="already Static"):
         wrap(Static(ROWS))

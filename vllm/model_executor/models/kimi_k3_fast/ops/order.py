@@ -23,11 +23,11 @@ Further rules of PDL, for the author of a kernel:
   - every kernel executes the wait before it ends, even one with nothing to wait for: kernel n+1 waits for n only, and sees the
     writes of n-1 because n has waited for n-1;
   - what is settled. Kernel n+1 does not start before every block of n has released it. Where n releases behind its own wait
-    (`KernelSpec.settles`, which the order checker holds it to), all that was written in front of n is finished when n+1 starts;
-    so it is behind an ordinary launch, such as those with which every step begins, and at the start of a graph. A parameter may
-    be `Settled` where such a launch always stands between its last writer and its reader: the experts that w2 reads are
-    chosen in front of w13, which settles; a recurrent state was written in the step before. L1 may still hold what was there
-    before, so these reads pass it by.
+    (`KernelSpec.settles`, which the order checker holds it to), all that was written in front of n is finished when n+1 starts.
+    So is, behind an ordinary launch, all that was written in front of that one, and in a graph what was written before it. A
+    parameter may be `Settled` where such a launch always stands between its last writer and its reader: the experts that w2
+    reads are chosen in front of w13, which settles; slots and states of a step are written in front of its embedding. L1 may
+    still hold what was there before, so these reads pass it by.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Settled(Dynamic):
 
 
 class FromL2:
-    """A tensor whose elements, of 16 or 32 bits, are read by loads that pass L1 by. `iterator`: for copies into shared memory that
-    do so, too; that nothing else reads there the order checker sees."""
+    """A tensor whose elements, of 16 or 32 bits, are read by loads that pass L1 by. `iterator`: for copies into shared memory
+    that do so, too; that nothing else reads there the order checker sees."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -166,6 +166,8 @@ class FromL2:
 
     def __getitem__(self, index: Any) -> Any:
         dtype = self._tensor.element_type
+        if dtype.width not in (16, 32):
+            raise TypeError(f"Expected elements of 16 or 32 bits, found {dtype.__name__}: copy it into shared memory.")
         word, bits = (Uint32, 32) if dtype.width == 32 else (Uint16, 16)
         pointer = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
         load = f"ld.relaxed.gpu.global.b{bits} {{$w0}}, [{{$r0}}];"

@@ -125,8 +125,8 @@ class PackedTactic:
 
     grouped: bool
     strip: int = 2
-    split: int = 14
-    flight: int = 4
+    split: int = 8
+    flight: int = 6
     spread: bool = True
     ahead: int = 16
     below: int = 4
@@ -158,7 +158,7 @@ class PackedConfig:
     ahead: int = 0
     beta: float = 0.0
     linear_beta: float | None = None
-    rows: int = 0  # tokens that w2 has sums for
+    rows: int = 0  # tokens that w2 has sums for, and of groups the most there are
     warps: int = 0
 
 
@@ -312,7 +312,7 @@ def _fitted_packed(config: Config, tactic: PackedTactic) -> PackedTactic:
     def second(depth: int) -> PackedSecond:
         return PackedSecond(config.width, below, tactic.warps, depth, grouped)
 
-    flight = next((n for n in range(tactic.flight, 0, -1) if first(n).bytes(entries, SM_COUNT) <= SHARED), 0)
+    flight = next((n for n in range(tactic.flight, 0, -1) if first(n).bytes(entries, SM_COUNT, rows * config.top_k) <= SHARED), 0)
     depth = next((n for n in range(tactic.depth, 0, -1) if second(n).bytes(rows, entries, rows * config.top_k) <= SHARED), 0)
     ahead = 0 if grouped else min(tactic.ahead, entries)
     return replace(tactic, split=split, flight=flight, ahead=ahead, below=below, depth=depth)
@@ -342,24 +342,23 @@ def _grouped(config: Config) -> Tactic:
 
 
 PACKED = PackedTactic(grouped=False)
-PACKED_GROUPED = PackedTactic(grouped=True, strip=4, flight=3, spread=False, warps=8, depth=8)
+PACKED_GROUPED = PackedTactic(grouped=True, strip=4, spread=False, warps=8, depth=8)
 PACKED_CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"ahead": 0},
     {"spread": False},
     {"strip": 4},
     {"strip": 2},
-    {"strip": 1},
-    {"split": 7, "flight": 5},
-    {"split": 7, "flight": 9},
-    {"warps": 12, "depth": 8},
+    {"flight": 5},
+    {"split": 14, "flight": 4},
+    {"flight": 4, "warps": 8, "depth": 5},
 )
 PACKED_GROUPED_CUTS: tuple[dict[str, Any], ...] = (
     {},
     {"spread": True},
-    {"strip": 2, "flight": 4},
     {"warps": 12, "depth": 6},
-    {"split": 7, "flight": 6, "warps": 16, "depth": 4},
+    {"spread": True, "warps": 12, "depth": 6},
+    {"split": 14, "flight": 3},
 )
 
 
@@ -376,11 +375,17 @@ def _packed(config: Config) -> PackedTactic:
     return replace(PACKED, strip=strip, spread=strip < 4)
 
 
+def _packed_grouped(config: Config) -> PackedTactic:
+    """Neighbouring items for a block while tokens are few, as they have the same ones; spread, what blocks read at a time lies
+    closer together."""
+    return replace(PACKED_GROUPED, spread=config.tokens > 32)
+
+
 def default_tactic(config: Config) -> Tactic | PackedTactic:
     """Pairs while nearly all are distinct experts."""
     pairs = config.tokens <= COLUMNS
     if config.layout == HUMMING:
-        return fitted(config, _packed(config) if pairs else PACKED_GROUPED)
+        return fitted(config, _packed(config) if pairs else _packed_grouped(config))
     return fitted(config, PAIRS if pairs else _grouped(config))
 
 
@@ -411,7 +416,7 @@ def tactics(config: Config) -> list[Tactic | PackedTactic]:
     if config.layout == HUMMING:
         cuts = [replace(_packed(config), **cut) for cut in PACKED_CUTS] if config.tokens <= COLUMNS else []
         if config.tokens >= COLUMNS // 2:
-            cuts += [replace(PACKED_GROUPED, **cut) for cut in PACKED_GROUPED_CUTS]
+            cuts += [replace(_packed_grouped(config), **cut) for cut in PACKED_GROUPED_CUTS]
         return [t for t in dict.fromkeys(_fitted_packed(config, cut) for cut in cuts) if min(t.flight, t.depth) > 1]
     wanted = [replace(PAIRS, **cut) for cut in PAIRS_CUTS] if config.tokens <= COLUMNS else []
     if config.tokens >= COLUMNS // 2:
@@ -482,6 +487,7 @@ def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig,
     base = PackedConfig(*shape, grouped=tactic.grouped, entries=_entries(config))
     w13 = replace(base, strip=tactic.strip, flight=tactic.flight, grid=SM_COUNT, split=tactic.split, spread=tactic.spread)
     w13 = replace(w13, ahead=tactic.ahead, beta=config.beta, linear_beta=config.linear_beta)
+    w13 = replace(w13, rows=_rows(config) if tactic.grouped else 0)
     return w13, replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps)
 
 

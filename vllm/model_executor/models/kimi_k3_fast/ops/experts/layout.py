@@ -16,6 +16,7 @@ from dataclasses import dataclass
 SHARED = 232448  # bytes a block may have on all three architectures
 TILE = 16  # rows of a tensor-core tile
 GROUP = 32  # columns that share a scale
+SETS = 3  # items of w13, in stock's layout, whose parts are kept until they are added up
 ROUND = 4 * GROUP  # columns that a warp multiplies at a time: a group for each lane of a row
 
 
@@ -271,10 +272,12 @@ class PackedFirst:
         """Places of the table: of groups the items of a block, at most; of pairs all of them, and the number of tokens."""
         return -(-entries * self.tiles // grid) if self.grouped else entries + 1
 
-    def bytes(self, entries: int, grid: int) -> int:
+    def bytes(self, entries: int, grid: int, pairs: int) -> int:
         """Of shared memory, with 1 KiB for alignment."""
-        table = (3 if self.grouped else 1) * 4 * self.listed(entries, grid)
-        return self.split * (self.ring + self.steps * 512 + 2 * self.sums) + table + 1024
+        table = 4 * self.listed(entries, grid)
+        if self.grouped:  # and all pairs, all entries and their number
+            table = 3 * table + 4 * (pairs + entries + 1)
+        return self.split * (self.ring + self.steps * 512 + SETS * self.sums) + table + 1024
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ row of memory with even shares for all blocks, and many. Both chunks of a scale 
 127) for the codes 1..254, 0 for 0, infinity for 255, are applied to the sums in fp32.
 
     w13  a block takes items, an entry's strip of gate rows and the up rows that belong to them; its warps share the columns, and
-         some in turn add the parts and apply SiTU while the rest goes on.
+         some in turn add the parts and apply SiTU while the rest goes on: parts of SETS items are kept, so that a warp whose
+         weights come late holds nobody up.
     w2   a block owns a strip of the output for all tokens. Every warp multiplies its own entries and adds into its own fp32 sums
          in shared memory; at the end the warps' sums are added in order. No partial products in memory, no atomics.
 
@@ -49,7 +50,7 @@ from .common import (
     situ,
     store_half,
 )
-from .layout import GROUP, PackedFirst, PackedSecond, padded_columns, padded_rows
+from .layout import GROUP, SETS, PackedFirst, PackedSecond, padded_columns, padded_rows
 
 # -- a lane ----------------------------------------
 
@@ -116,19 +117,18 @@ def _gather(c: Any, acc: Any, count: int) -> None:
 # -- w13 ----------------------------------------
 
 
-def _load_tokens(c: Any, z: Any, row: Any, target: Any, undo: Any) -> None:
-    """This lane's words of the token operand, in fp16, to its own place; undo[i] gets the power of two for its i-th token that
-    undoes the token's and the weights' 2^-14. row: of z, for this lane's column.
-    """
+def _token_words(c: Any, z: Any, row: Any) -> list[Any]:
+    """Where this lane's words of the token operand are, four a step. row: of z, for this lane's column."""
     layout = _first(c)
     piece, _, quad, _ = _place(c)
     group = cute.arch.warp_idx() * (layout.steps * layout.pieces) + piece
     source = z.iterator + (row * c.hidden + group * GROUP + quad * 2)
-    words = []
-    for step in range(layout.steps):
-        for part in range(4):
-            at = source + (step * layout.pieces * GROUP + part * 8)
-            words.append(load_word(at))
+    return [source + (step * layout.pieces * GROUP + part * 8) for step in range(layout.steps) for part in range(4)]
+
+
+def _to_half(c: Any, words: list[Any], undo: Any) -> list[Any]:
+    """The words in fp16; undo[i] gets the power of two for this lane's i-th token that undoes the token's and the weights' 2^-14."""
+    _, _, quad, _ = _place(c)
     most = largest(words)
     bits = [0, 1, *range(c.strip.bit_length() + 1, 5)] if c.grouped else range(5)  # of the lanes with the same token
     for bit in bits:
@@ -137,9 +137,29 @@ def _load_tokens(c: Any, z: Any, row: Any, target: Any, undo: Any) -> None:
     back = word.bitcast(Float32)
     for column in range(_columns(c)):
         undo[column] = cute.arch.shuffle_sync(back, (quad * 2 + column) % c.strip * 4) if c.grouped else back
-    for step in range(layout.steps):
-        packed = [pack_half(*(value * scale for value in unpack_bf16(word))) for word in words[step * 4 : step * 4 + 4]]
-        store_shared(target + step * 512, packed)
+    return [pack_half(*(value * scale for value in unpack_bf16(word))) for word in words]
+
+
+def _load_tokens(c: Any, z: Any, row: Any, target: Any, undo: Any) -> None:
+    """Of pairs: the words to this lane's own place in shared memory, in fp16."""
+    words = _to_half(c, [load_word(source) for source in _token_words(c, z, row)], undo)
+    for step in range(_first(c).steps):
+        store_shared(target + step * 512, words[step * 4 : step * 4 + 4])
+
+
+def _ask_tokens(c: Any, z: Any, row: Any, target: Any) -> None:
+    """Of groups: start copying the words to this lane's own place, in the group of copies that is committed next."""
+    for i, source in enumerate(_token_words(c, z, row)):
+        inline_ptx(
+            "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[target + (i // 4 * 512 + i % 4 * 4), source.toint()]
+        )
+
+
+def _take_tokens(c: Any, target: Any, held: Any, undo: Any) -> None:
+    """The words that have been copied into registers, in fp16."""
+    words = [word for step in range(_first(c).steps) for word in load_shared(target + step * 512)]
+    for i, word in enumerate(_to_half(c, words, undo)):
+        held[i] = word
 
 
 def _find_w13(c: Any, lane: tuple, share: tuple, table: tuple, index: Any) -> tuple[Any, Any]:
@@ -167,6 +187,13 @@ def _next(c: Any, table: tuple, index: Any, begin: Any, count: Any, stride: int 
     return index, Int32(select_(over, starts[cutlass.min(index, count - 1)], begin + c.strip))
 
 
+def _row(c: Any, table: tuple, count: Any, index: Any, begin: Any) -> Any:
+    """Of z, for this lane's column of a pass; columns past its last token repeat it, passes behind the last item are the last."""
+    _, member, _, _ = _place(c)
+    last = table[2][cutlass.min(index, count - 1)] - 1
+    return table[3][cutlass.min(begin + member, last)] // c.top_k
+
+
 def _fetch_w13(c: Any, at: tuple[Any, Any], step: int, slot: Any, wanted: Any) -> None:
     """Start copying this lane's part of one step; a group of copies even where nothing is wanted."""
     layout, lane, rows = _first(c), cute.arch.lane_idx(), padded_rows(2 * c.pitch)
@@ -178,8 +205,8 @@ def _fetch_w13(c: Any, at: tuple[Any, Any], step: int, slot: Any, wanted: Any) -
     cute.arch.cp_async_commit_group()
 
 
-def _step_w13(c: Any, acc: Any, slot: Any, token: Any) -> None:
-    lane, columns = cute.arch.lane_idx(), list(load_shared(token))
+def _step_w13(c: Any, acc: Any, slot: Any, columns: list[Any]) -> None:
+    lane = cute.arch.lane_idx()
     for half in range(2):
         codes, scales = slot + half * 1024 + lane * 16, slot + 2048 + half * 256 + lane * 8
         _product(c, acc, half * 8 * _columns(c), codes, scales, columns)
@@ -198,24 +225,34 @@ def _leave(c: Any, acc: Any, undo: Any, sums: Any) -> None:
 
 
 @cute.jit
-def _finish_w13(c: cutlass.Constexpr, sums: Any, routes: Any, hidden: Any, tile: Any, begin: Any, count: Any, turn: Any):
-    """One warp: add the warps' parts of 32 gate and up values, and store SiTU of them in the order in which w2 reads."""
+def _finish_w13(c: cutlass.Constexpr, sums: Any, barriers: Any, table: Any, hidden: Any, what: Any, product: Any):
+    """Some warps, for each product others: add the warps' parts of 32 gate and up values, and store SiTU of them in the order in
+    which w2 reads. Called a product late, when the others' parts have mostly come."""
     layout = _first(c)
-    place = turn * 32 + cute.arch.lane_idx()
-    m, member, token = place % 8, place // 8 % c.strip, place // (8 * c.strip)
-    if token < count:
-        source = sums + (token * c.strip + member) * 64 + m * 4
-        gate, up = Float32(0.0), Float32(0.0)
-        for part in cutlass.range_constexpr(c.split):
-            at = source + part * layout.sums
-            gate, up = gate + read_word(at).bitcast(Float32), up + read_word(at + 32).bitcast(Float32)
-        pair = begin + token
-        if cutlass.const_expr(c.grouped):
-            pair = routes[1][pair]
-        column = tile % layout.pieces * c.strip + member  # of eight
-        place = tile // layout.pieces * 64 + m // 4 * 32 + column // 2 * 8 + m % 4 * 2 + column % 2
-        value = situ(gate, up, c.beta, c.linear_beta)
-        store_half(hidden.iterator + (pair * c.width + place), value * Float32(2.0**c.hidden_shift))
+    tile, begin, count = what
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    turn = (warp + c.split - product % c.split) % c.split
+    if turn < layout.finishers:
+        number = product % SETS
+        cute.arch.mbarrier_wait(barriers + number, product // SETS % 2)
+        place = turn * 32 + lane
+        m, member, token = place % 8, place // 8 % c.strip, place // (8 * c.strip)
+        if token < count:
+            source = sums + number * (c.split * layout.sums) + (token * c.strip + member) * 64 + m * 4
+            gate, up = Float32(0.0), Float32(0.0)
+            for part in cutlass.range_constexpr(c.split):
+                at = source + part * layout.sums
+                gate, up = gate + read_word(at).bitcast(Float32), up + read_word(at + 32).bitcast(Float32)
+            pair = begin + token
+            if cutlass.const_expr(c.grouped):
+                pair = table[3][pair]
+            column = tile % layout.pieces * c.strip + member  # of eight
+            place = tile // layout.pieces * 64 + m // 4 * 32 + column // 2 * 8 + m % 4 * 2 + column % 2
+            value = situ(gate, up, c.beta, c.linear_beta)
+            store_half(hidden.iterator + (pair * c.width + place), value * Float32(2.0**c.hidden_shift))
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barriers + SETS + number)
 
 
 @cute.jit
@@ -238,7 +275,7 @@ def _stream_w13(
     """
     layout = _first(c)
     first, stride, count = share
-    ring, tokens, sums = memory
+    (ring, tokens, sums), barriers = memory
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     piece, member, quad, _ = _place(c)
     rows = cutlass.const_expr(padded_rows(2 * c.pitch))
@@ -253,6 +290,8 @@ def _stream_w13(
     if cutlass.const_expr(c.grouped):
         ahead_begin = Int32(table[1][0])
     codes_at, scales_at = _find_w13(c, own, share, table, ahead)
+    if cutlass.const_expr(c.grouped):
+        _ask_tokens(c, z, _row(c, table, count, ahead, ahead_begin), token)
     for turn in cutlass.range_constexpr(c.flight):
         if cutlass.const_expr(turn > 0 and turn % layout.steps == 0):
             ahead, ahead_begin = _next(c, table, ahead, ahead_begin, count)
@@ -260,22 +299,27 @@ def _stream_w13(
         _fetch_w13(c, (codes_at, scales_at), turn % layout.steps, ring + turn * layout.slot, ahead < count)
     acc = cute.make_rmem_tensor(16 * _columns(c), Float32)
     undo = cute.make_rmem_tensor(_columns(c), Float32)
-    slot, loaded, products = Int32(0), Int32(-1), Int32(0)
+    held = cute.make_rmem_tensor(layout.steps * 4 if c.grouped else 1, Uint32)
+    if cutlass.const_expr(c.grouped):
+        cute.arch.cp_async_wait_group(c.flight - 1)  # the first pass's tokens, with its first step
+    slot, loaded, products, phase = Int32(0), Int32(-1), Int32(0), Int32(0)
+    left = (Int32(0), Int32(0), Int32(0))  # of the product before: tile, first pair, tokens
     for index in range(count):
         item = first + index * stride
         start, end = Int32(item // layout.tiles), Int32(item // layout.tiles + 1)
         if cutlass.const_expr(c.grouped):
             start, end = Int32(table[1][index]), Int32(table[2][index])
         for begin in range(start, end, c.strip if c.grouped else 1):
-            live = cutlass.min(end - begin, c.strip) if cutlass.const_expr(c.grouped) else Int32(1)
             if cutlass.const_expr(c.grouped):
                 if begin != loaded:
-                    _load_tokens(c, z, routes[1][begin + cutlass.min(member, live - 1)] // c.top_k, token, undo)
+                    _take_tokens(c, token, held, undo)
                     loaded = begin
-            else:
-                if begin // c.top_k != loaded:
-                    loaded = begin // c.top_k
-                    _load_tokens(c, z, loaded, token, undo)
+                following_index, following_begin = _next(c, table, index, begin, count)
+                if following_begin != begin:
+                    _ask_tokens(c, z, _row(c, table, count, following_index, following_begin), token)
+            elif begin // c.top_k != loaded:
+                loaded = begin // c.top_k
+                _load_tokens(c, z, loaded, token, undo)
             acc.fill(0.0)
             for step in cutlass.range_constexpr(layout.steps):
                 if cutlass.const_expr((step + c.flight) % layout.steps == 0):
@@ -285,19 +329,43 @@ def _stream_w13(
                 at = (codes_at, scales_at)
                 _fetch_w13(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < count)
                 cute.arch.cp_async_wait_group(c.flight)
-                _step_w13(c, acc, ring + slot * layout.slot, token + step * 512)
+                columns = [held[step * 4 + i] for i in range(4)] if c.grouped else list(load_shared(token + step * 512))
+                _step_w13(c, acc, ring + slot * layout.slot, columns)
                 slot = Int32(select_(slot == c.flight, Int32(0), slot + 1))
+            if cutlass.const_expr(c.grouped):
+                cute.arch.cp_async_wait_group(layout.steps - 1)  # the next pass's tokens, asked for with its first step
             _gather(c, acc, 16 * _columns(c))
-            half = sums + products % 2 * (c.split * layout.sums)
-            _leave(c, acc, undo, half + warp * layout.sums)
-            cute.arch.sync_threads()
-            turn = (warp + c.split - products % c.split) % c.split
-            if turn < layout.finishers:
-                _finish_w13(c, half, routes, hidden, item % layout.tiles, begin, live, turn)
+            place = products % SETS
+            if products >= SETS:
+                cute.arch.mbarrier_wait(barriers + SETS + place, phase ^ 1)
+            _leave(c, acc, undo, sums + (place * c.split + warp) * layout.sums)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(barriers + place)
+            if products > 0:
+                _finish_w13(c, sums, barriers, table, hidden, left, products - 1)
+            live = cutlass.min(end - begin, c.strip) if cutlass.const_expr(c.grouped) else Int32(1)
+            left = (Int32(item % layout.tiles), Int32(begin), Int32(live))
             products += 1
+            phase = Int32(select_(place == SETS - 1, phase ^ 1, phase))
         if cutlass.const_expr(c.ahead > 0):  # noqa: SIM102 - one is of the trace, one of the kernel
             if (index == cutlass.max(count - 1 - c.flight // layout.steps, 0)) & (warp == c.split - 1):
                 ask_for_w2(c, *following, padded_columns(c.pitch) * c.hidden, routes[0], entries)
+    _finish_w13(c, sums, barriers, table, hidden, left, products - 1)
+
+
+@cute.jit
+def _list_choice(c: cutlass.Constexpr, routes: Any, count: Any, table: Any):
+    """All pairs and all active experts, and behind those their number; what lies beyond the last may be anything. No read waits
+    for another."""
+    thread, _, _ = cute.arch.thread_idx()
+    for place in cutlass.range(thread, routes[1].shape[0], 32 * c.split, unroll=1):
+        table[3][place] = routes[1][place]
+    entries = cutlass.const_expr(min(c.entries, routes[2].shape[0]))
+    for entry in cutlass.range(thread, entries, 32 * c.split, unroll=1):
+        table[4][entry] = routes[2][entry]
+    if thread == 32 * c.split - 1:
+        table[4][c.entries] = count[0]
 
 
 @cute.jit
@@ -307,7 +375,7 @@ def _list_groups(c: cutlass.Constexpr, routes: Any, share: Any, table: Any):
     tiles = cutlass.const_expr(_first(c).tiles)
     thread, _, _ = cute.arch.thread_idx()
     for index in cutlass.range(thread, count, 32 * c.split, unroll=1):
-        expert = routes[2][(first + index * stride) // tiles]
+        expert = table[4][(first + index * stride) // tiles]
         table[0][index] = expert
         table[1][index] = routes[0][expert]
         table[2][index] = routes[0][expert + 1]
@@ -335,14 +403,28 @@ def _share_w13(c: Any, entries: Any) -> tuple[Any, Any, Any]:
     return first, Int32(1), (block + 1) * items // blocks - first
 
 
+@cute.jit
+def _prepare_barriers(c: cutlass.Constexpr, barriers: Any):
+    """Of each set of sums: full when all warps have left theirs, empty when they are added up. The block meets before use."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < 2 * SETS:
+        arrivals = Int32(select_(thread < SETS, Int32(c.split), Int32(_first(c).finishers)))
+        cute.arch.mbarrier_init(barriers + thread, arrivals)
+    cute.arch.mbarrier_init_fence()
+
+
 def _memory_w13(c: Any) -> tuple:
-    """Addresses of the ring, token operands and partial sums; the table, of a block's items or of all pairs."""
+    """Addresses of the ring, token operands and partial sums, and the sums' barriers, full and empty; the table, of a block's
+    items or of all pairs."""
     layout, allocator = _first(c), SmemAllocator()
-    sizes = (c.split * layout.ring, c.split * layout.steps * 512, 2 * c.split * layout.sums)
-    memory = tuple(allocator.allocate(size, byte_alignment=128).toint() for size in sizes)
-    columns = 3 if c.grouped else 1
-    listed = cute.make_layout(layout.listed(c.entries, c.grid))
-    return memory, tuple(allocator.allocate_tensor(Int32, listed, byte_alignment=16) for _ in range(columns))
+    sizes = (c.split * layout.ring, c.split * layout.steps * 512, SETS * c.split * layout.sums)
+    places = tuple(allocator.allocate(size, byte_alignment=128).toint() for size in sizes)
+    barriers = allocator.allocate_array(Int64, 2 * SETS, byte_alignment=8)
+    _prepare_barriers(c, barriers)
+    listed = (layout.listed(c.entries, c.grid),) * (3 if c.grouped else 1)
+    listed += (c.rows * c.top_k, c.entries + 1) if c.grouped else ()
+    table = tuple(allocator.allocate_tensor(Int32, cute.make_layout(count), byte_alignment=16) for count in listed)
+    return (places, barriers), table
 
 
 @cute.jit
@@ -351,7 +433,9 @@ def _w13(
 ):
     """count [1]: of pairs the number of tokens, of groups that of experts."""
     if cutlass.const_expr(c.grouped):
-        entries = count[0]
+        _list_choice(c, routes, count, table)
+        cute.arch.sync_threads()
+        entries = table[4][c.entries]
         share = _share_w13(c, entries)
         _list_groups(c, routes, share, table)
         cute.arch.sync_threads()
