@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from .build import KernelSpec
+from .build import ARCHS, KernelSpec
 
 OPS: tuple[str, ...] = (
     "attn_res",
@@ -27,6 +27,10 @@ OPS: tuple[str, ...] = (
 SPILLS: dict[tuple[str, str], str] = {
     ("bf16_oproj", arch): "8 bytes at one token: the ring leaves registers to the kernels beside it, and its fence takes one more"
     for arch in ("sm_100a", "sm_103a")
+} | {
+    (name, arch): "8 to 24 bytes at 64 tokens and 8 ranks: kept once, read once for an output, not where words are polled for"
+    for name in ("bf16_oproj_two_shot", "bf16_all_reduce_two_shot")
+    for arch in ARCHS
 }
 
 

@@ -127,7 +127,7 @@ def _token_words(c: Any, z: Any, row: Any) -> list[Any]:
 
 
 def _to_half(c: Any, words: list[Any], undo: Any) -> list[Any]:
-    """The words in fp16; undo[i] gets the power of two for this lane's i-th token that undoes the token's and the weights' 2^-14."""
+    """The words in fp16; undo[i] gets the power of two that undoes this lane's i-th token's, and the weights' 2^-14."""
     _, _, quad, _ = _place(c)
     most = largest(words)
     bits = [0, 1, *range(c.strip.bit_length() + 1, 5)] if c.grouped else range(5)  # of the lanes with the same token
