@@ -886,6 +886,8 @@ def _shared_places(warp: Warp, address: Array, size: int, text: str) -> tuple[Ar
         raise AssertionError(f"access outside of shared memory: {text}")
     found = []
     for r in np.unique(rank):
+        if r > len(warp.block.cluster.blocks):
+            raise AssertionError(f"access outside of the cluster: {text}")
         block = warp.block if r == 0 else warp.block.cluster.blocks[r - 1]
         found.append((block.shared, np.flatnonzero(rank == r), block.touched))
     return index, found

@@ -178,6 +178,12 @@ def packed_by_stock(config: op.Config, raw: Weights) -> Weights:
     return Weights(*(t.data if t.dtype == torch.int32 else t.data.view(torch.uint8) for t in made), inner=config.width)
 
 
+def test_an_item_has_as_many_warps_as_finish_it() -> None:
+    """Each adds up 32 values: with fewer the others' would stay where they are, and who waits for their place would not end."""
+    tactic = op.fitted(replace(op.SMALL, tokens=16, hidden=512, layout=op.HUMMING), replace(op.PACKED_GROUPED, split=2))
+    assert tactic.split == 4 == PackedFirst(512, 64, tactic.strip, tactic.split, 1, True).finishers
+
+
 @pytest.mark.parametrize("tactic", [op.PAIRS, op.GROUPED, op.PACKED, op.PACKED_GROUPED], ids=str)
 def test_what_w2_reads_early_is_settled_by_w13(tactic: op.Tactic | op.PackedTactic) -> None:
     """The choice of experts stands in front of w13, so w2 may read it early where w13 settles; w13's own output it may not."""

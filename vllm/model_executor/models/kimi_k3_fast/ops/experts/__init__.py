@@ -303,7 +303,9 @@ def _fitted_raw(config: Config, tactic: Tactic) -> Tactic:
 
 def _fitted_packed(config: Config, tactic: PackedTactic) -> PackedTactic:
     grouped, rows, entries = tactic.grouped, _rows(config), _entries(config)
-    split = _fitting(tactic.split, config.hidden * tactic.strip // (8 * GROUP))
+    shares = config.hidden * tactic.strip // (8 * GROUP)
+    least = PackedFirst(config.hidden, config.width, tactic.strip, 1, 1, grouped).finishers  # a warp for each
+    split = next(n for n in range(max(_fitting(tactic.split, shares), least), shares + 1) if shares % n == 0)
     below = next(p for p in (1, 2, 4, 8) if p >= tactic.below and config.width * p % (8 * GROUP) == 0)
 
     def first(flight: int) -> PackedFirst:
