@@ -21,13 +21,13 @@ OF_COMPILING = ("test_verify.py", "test_order.py", "test_build.py", "test_blackw
 @pytest.mark.parametrize("arch", BLACKWELL)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers_as_hoppers(name: str, arch: str, shared_store: build.Store) -> None:
-    make, blocks, _ = CASES[name]
+    make, blocks, cluster, _ = CASES[name]
     torch.manual_seed(3)
     spec, inputs = make()
     found = {}
     for which in ("sm_90a", arch):
         tensors = {key: tensor.clone() for key, tensor in inputs.items()}
-        bulk_machine.run(spec, tensors, (blocks,), 2, arch=which)
+        bulk_machine.run(spec, tensors, (blocks,), cluster, arch=which)
         found[which] = tensors
     for key, tensor in found["sm_90a"].items():
         torch.testing.assert_close(found[arch][key], tensor, rtol=2**-7, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
