@@ -19,6 +19,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops.build import (
     SETTLED,
     SIGNAL,
     STATIC,
+    Access,
     KernelSpec,
     Param,
 )
@@ -248,15 +249,13 @@ def _spec(kernel: Any, params: tuple[Param, ...], *config: Any) -> KernelSpec:
     return KernelSpec(name, "order", config, _launch(kernel), params)
 
 
-def _plain(kernel: Any) -> KernelSpec:
-    accesses = (("w", STATIC), ("x", ACTIVATION), ("y", OUTPUT))
+def _plain(kernel: Any, first: tuple[str, Access] = ("w", STATIC)) -> KernelSpec:
+    accesses = (first, ("x", ACTIVATION), ("y", OUTPUT))
     return _spec(kernel, tuple(Param(name, "f32", (ROWS,), access) for name, access in accesses))
 
 
 def _settled(kernel: Any, settles: bool = False) -> KernelSpec:
-    accesses = (("s", SETTLED), ("x", ACTIVATION), ("y", OUTPUT))
-    spec = _spec(kernel, tuple(Param(name, "f32", (ROWS,), access) for name, access in accesses))
-    return replace(spec, settles=settles)
+    return replace(_plain(kernel, ("s", SETTLED)), settles=settles)
 
 
 def _receiver(weakened: bool) -> KernelSpec:

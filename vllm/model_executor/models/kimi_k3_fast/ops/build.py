@@ -221,8 +221,7 @@ def content_hash(spec: KernelSpec, arch: str) -> str:
     """16 hex digits that name this kernel's artefact: equal exactly when everything that shapes its code is equal."""
     entry = spec.entry if isinstance(spec.entry, str) else spec.entry.__qualname__
     parts: tuple[Any, ...] = (_FORMAT, spec.name, spec.op, repr(spec.config), entry.rpartition(":")[2], repr(spec.params), arch)
-    parts += (dsl_version(), platform.machine(), _source_digest(spec.source(), spec.module))
-    parts += ("settles",) if spec.settles else ()  # which shapes no code, but the verdict that is kept by this name
+    parts += (spec.settles, dsl_version(), platform.machine(), _source_digest(spec.source(), spec.module))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

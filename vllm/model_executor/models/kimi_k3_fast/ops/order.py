@@ -67,16 +67,10 @@ def release_dependents() -> None:
     cute.arch.griddepcontrol_launch_dependents()
 
 
-class Guarded:
-    """A tensor behind a door. Shape, type and layout are free to read; memory is not."""
-
-    _alternative = ""
+class _Wrapped:
+    """A tensor inside another object. Shape, type and layout are free to read."""
 
     def __init__(self, tensor: Any) -> None:
-        if isinstance(tensor, Guarded):
-            raise TypeError(
-                f"Expected a plain tensor, found one that is already {type(tensor).__name__}; its access is decided once."
-            )
         self._tensor = tensor
 
     def __repr__(self) -> str:  # becomes part of the kernel's symbol, so it holds no address
@@ -94,17 +88,30 @@ class Guarded:
     def element_type(self) -> Any:
         return self._tensor.element_type
 
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(f"A {type(self).__name__} tensor is not read or written directly: {self._alternative}.")
-
-    __setitem__ = __getitem__
-
     # The two methods by which the DSL carries an object across a kernel launch or a dynamic branch as the values inside it.
     def __extract_mlir_values__(self) -> list[Any]:
         return self._tensor.__extract_mlir_values__()
 
-    def __new_from_mlir_values__(self, values: list[Any]) -> Guarded:
+    def __new_from_mlir_values__(self, values: list[Any]) -> _Wrapped:
         return type(self)(self._tensor.__new_from_mlir_values__(values))
+
+
+class Guarded(_Wrapped):
+    """A tensor behind a door: its memory is not free to read."""
+
+    _alternative = ""
+
+    def __init__(self, tensor: Any) -> None:
+        if isinstance(tensor, Guarded):
+            raise TypeError(
+                f"Expected a plain tensor, found one that is already {type(tensor).__name__}; its access is decided once."
+            )
+        super().__init__(tensor)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"A {type(self).__name__} tensor is not read or written directly: {self._alternative}.")
+
+    __setitem__ = __getitem__
 
 
 class Static(Guarded):
@@ -145,16 +152,9 @@ class Settled(Dynamic):
         return FromL2(self._tensor)
 
 
-class FromL2:
+class FromL2(_Wrapped):
     """A tensor whose elements, of 16 or 32 bits, are read by loads that pass L1 by. `iterator`: for copies into shared memory
     that do so, too; that nothing else reads there the order checker sees."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    @property
-    def shape(self) -> Any:
-        return self._tensor.shape
 
     @property
     def stride(self) -> Any:
@@ -165,19 +165,13 @@ class FromL2:
         return self._tensor.iterator
 
     def __getitem__(self, index: Any) -> Any:
-        dtype = self._tensor.element_type
+        dtype = self.element_type
         if dtype.width not in (16, 32):
             raise TypeError(f"Expected elements of 16 or 32 bits, found {dtype.__name__}: copy it into shared memory.")
         word, bits = (Uint32, 32) if dtype.width == 32 else (Uint16, 16)
-        pointer = self._tensor.iterator + cute.crd2idx(index, self._tensor.layout)
+        pointer = self.iterator + cute.crd2idx(index, self.layout)
         load = f"ld.relaxed.gpu.global.b{bits} {{$w0}}, [{{$r0}}];"
         return cute.arch.inline_ptx(load, write_only_types=[word], read_only_args=[pointer]).bitcast(dtype)
-
-    def __extract_mlir_values__(self) -> list[Any]:
-        return self._tensor.__extract_mlir_values__()
-
-    def __new_from_mlir_values__(self, values: list[Any]) -> FromL2:
-        return type(self)(self._tensor.__new_from_mlir_values__(values))
 
 
 class Output(Dynamic):

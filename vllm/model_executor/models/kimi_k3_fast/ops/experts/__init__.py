@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, OUTPUT, SETTLED, STATIC, Access, Compiled, KernelSpec, Param, Sym, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, SETTLED, STATIC, Compiled, KernelSpec, Param, Sym, get
 from .layout import (
     GROUP,
     ROUND,
@@ -447,27 +447,24 @@ def specs_for(config: Config, tactic: Tactic | PackedTactic) -> tuple[KernelSpec
         ]
         second = [Param("w2", "u8", (e, hidden, width // 2), STATIC), Param("s2", "u8", (e, hidden, width // 32), STATIC)]
     z = Param("z", "bf16", (t, hidden), ACTIVATION)
-
-    def choice(access: Access) -> tuple[list[Param], list[Param], Param]:
-        """The ids and number of tokens, the groups, the weights."""
-        ids = [Param("ids", "i32", (t, k), access, align=4), Param("num_tokens", "i32", (1,), access, align=4)]
-        names = (("offsets", e + 1), ("pairs", n), ("active", e), ("num_active", 1))
-        groups = [Param(name, "i32", (size,), access, align=4) for name, size in names]
-        return ids, groups, Param("weights", "f32", (t, k), access, align=4)
-
+    ids, weights = (Param(name, dtype, (t, k), ACTIVATION, align=4) for name, dtype in (("ids", "i32"), ("weights", "f32")))
+    num_tokens, num_active = (Param(name, "i32", (1,), ACTIVATION, align=4) for name in ("num_tokens", "num_active"))
+    groups = [
+        Param("offsets", "i32", (e + 1,), ACTIVATION, align=4),
+        Param("pairs", "i32", (n,), ACTIVATION, align=4),
+        Param("active", "i32", (e,), ACTIVATION, align=4),
+        num_active,
+    ]
+    chosen = [*groups, weights] if tactic.grouped else [ids, weights, num_tokens]  # as w2 takes them
     settles = isinstance(tactic, PackedTactic)  # w13 is between the choice and w2, and lets w2 start when the choice is finished
-    (ids, num_tokens), groups, _ = choice(ACTIVATION)
-    (again, tokens_again), groups_again, weights = choice(SETTLED if settles else ACTIVATION)
+    if settles:
+        chosen = [replace(param, access=SETTLED) for param in chosen]
     written, read = (Param("hidden", "bf16", (n, width), access) for access in (OUTPUT, ACTIVATION))
     out = Param("out", "bf16", (t, hidden), OUTPUT)
-    if tactic.grouped:
-        return (
-            replace(_spec(f"mxfp4_w13_{name}", w13, *first, z, *groups, written), settles=settles),
-            _spec(f"mxfp4_w2_{name}", w2, *second, read, *groups_again, weights, out),
-        )
+    first += [z, *groups] if tactic.grouped else [*second, z, ids, num_tokens]
     return (
-        replace(_spec(f"mxfp4_w13_{name}", w13, *first, *second, z, ids, num_tokens, written), settles=settles),
-        _spec(f"mxfp4_w2_{name}", w2, *second, read, again, weights, tokens_again, out),
+        replace(_spec(f"mxfp4_w13_{name}", w13, *first, written), settles=settles),
+        _spec(f"mxfp4_w2_{name}", w2, *second, read, *chosen, out),
     )
 
 
@@ -489,7 +486,7 @@ def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig,
     base = PackedConfig(*shape, grouped=tactic.grouped, entries=_entries(config))
     w13 = replace(base, strip=tactic.strip, flight=tactic.flight, grid=SM_COUNT, split=tactic.split, spread=tactic.spread)
     w13 = replace(w13, ahead=tactic.ahead, beta=config.beta, linear_beta=config.linear_beta)
-    w13 = replace(w13, rows=_rows(config) if tactic.grouped else 0)
+    w13 = replace(w13, rows=_rows(config)) if tactic.grouped else w13
     return w13, replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps)
 
 
