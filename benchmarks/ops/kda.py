@@ -135,8 +135,7 @@ def stock(config: kda.Config, sets: list[dict[str, torch.Tensor]]) -> dict[str, 
 
 
 def name(tactic: kda.Tactic) -> str:
-    early = " early" if tactic.early_release else ""
-    return f"split{tactic.split} threads{tactic.threads} groups{tactic.row_groups} stages{tactic.stages}{early}"
+    return f"split{tactic.split} threads{tactic.threads} groups{tactic.row_groups} stages{tactic.stages}"
 
 
 def configs(heads: list[int], only: list[int] | None, verify: bool) -> Iterator[kda.Config]:

@@ -30,7 +30,7 @@ def name(tactic: Tactic | Library) -> str:
         return "library"
     t = tactic
     if t.chunk:
-        leaves = " e1" if t.passing else ""
+        leaves = (" e1" if t.passing else "") + (f" p{t.pace}" if t.pace else "")
         return f"ring c{t.chunk} m{t.stages} f{t.fetchers} s{t.splits} {t.row_warps}x{t.k_warps}w{leaves}"
     last = f"m{t.stages}" if t.stages else f"d{t.depth}"
     return f"g{t.groups} s{t.splits} {t.row_warps}x{t.k_warps}w t{t.tiles} {last}"
@@ -38,12 +38,14 @@ def name(tactic: Tactic | Library) -> str:
 
 def compared(op: Any, config: Any, others: list[Tactic], quick: bool, library: bool = True) -> list[Any]:
     """The config with what `plan` takes, with the library where it can serve, with our kernel where that is not what `plan`
-    takes, and for many tokens with other numbers of warps; and, unless quick, with some others, more for batch 1 and 8.
+    takes, a ring with a stage more and less, and for many tokens other numbers of warps; and, unless quick, with some others,
+    more for batch 1 and 8.
     """
     kernel = config.shape.tactic
     narrow = [narrower(op, config, tiles) for tiles in (1, 2, 3)] if kernel.stages and not kernel.chunk else []
+    rings = [replace(kernel, stages=kernel.stages + n) for n in (-1, 1)] if kernel.chunk else []
     more = others[: 0 if quick else 12 if config.tokens in (1, 8) else 8]
-    every = dict.fromkeys([config.chosen, *([LIBRARY] if library else []), kernel, *narrow, *more])
+    every = dict.fromkeys([config.chosen, *([LIBRARY] if library else []), kernel, *rings, *narrow, *more])
     found = [replace(config, tactic=tactic) for tactic in every]
     return [c for c in found if op.unavailable_reason(c, "sm_90a") is None]
 

@@ -52,6 +52,12 @@ def topk() -> Callable[[torch.Tensor, torch.Tensor, int], object] | None:
     return None if grouped is None else lambda logits, bias, k: grouped(logits, 1, 1, k, True, 1.0, bias, 1)
 
 
+def sort_pairs() -> Callable[[torch.Tensor, int], object] | None:
+    """(ids, experts) -> each expert's pairs in line, in blocks of 16: what Humming's experts launch before their products."""
+    align = _find("vllm.model_executor.layers.fused_moe.moe_align_block_size", "moe_align_block_size")
+    return None if align is None else lambda ids, experts: align(ids, 16, experts, ignore_invalid_experts=True)
+
+
 def humming_layer(config: experts.Config, weights: Weights) -> torch.nn.Module | None:
     """Stock's layer of routed experts, with a copy of these weights (checkpoint layout) as its MXFP4 method lays them out:
     parameters w13_weight, w13_weight_scale, w2_weight, w2_weight_scale. None where that method chooses other kernels than

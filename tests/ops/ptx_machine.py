@@ -73,6 +73,7 @@ class Memory:
         self.starts: dict[int, int] = {}
         self.prefetched: list[tuple[int, int]] = []  # (address, bytes) of every bulk prefetch
         self.time = self.tick = 0  # ns, and by how much each look at the clock moves it
+        self.cycles = 0
         end = 0
         for tensor in tensors:
             span = tensor.untyped_storage()
@@ -401,6 +402,8 @@ class Launch:
     def _special(self, operand: str) -> Callable[[Warp], Array] | None:
         if operand in ("%globaltimer", "%clock64"):
             return self._clock
+        if operand == "%clock":
+            return self._cycles
         if operand == "%laneid":
             return lambda warp: LANE
         if operand in ("%tid.x",):
@@ -424,6 +427,11 @@ class Launch:
     def _clock(self, warp: Warp) -> Array:
         self.memory.time += self.memory.tick
         return np.full(LANES, self.memory.time, dtype=np.uint64)
+
+    def _cycles(self, warp: Warp) -> Array:
+        """Of the SM: they always move on."""
+        self.memory.cycles += 16
+        return np.full(LANES, self.memory.cycles & 0xFFFFFFFF, dtype=np.uint32)
 
     def _address(self, operand: str, scopes: Any) -> Callable[[Warp], Array]:
         match = re.fullmatch(r"\[\s*([^\]+]+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from late_kernel import settle, write_late
 from ptx_machine import run as run_ptx
 from yardstick import check_error, replay_with
 
 from vllm.model_executor.models.kimi_k3_fast.ops import attn_res as op
-from vllm.model_executor.models.kimi_k3_fast.ops import build
+from vllm.model_executor.models.kimi_k3_fast.ops import build, moe_tail, oproj, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.attn_res import reference, torch_form
 from vllm.model_executor.models.kimi_k3_fast.reasons import Reason
 
@@ -65,6 +66,16 @@ def test_refuses_what_it_cannot_compute() -> None:
         assert op.unavailable_reason(replace(SMALL[0], **change), "sm_90a").reason is Reason.OP_SHAPE
 
 
+def test_what_is_read_early_is_settled() -> None:
+    """Closed blocks, and the prefix where delta is still to be added, were written in front of o_proj or the tail. Whichever of
+    our kernels takes their place settles; the library's product is an ordinary launch, which does so, too."""
+    tails = [made for made in moe_tail.specs() if made.name != "bf16_rms_norm"]
+    assert tails and all(made.settles for made in [*oproj.specs(), *projection.specs(), *tails])
+    for made in op.specs():
+        early = {p.name for p in made.params if p.access is build.SETTLED}
+        assert early == ({"blocks", "prefix"} if made.config.has_delta and made.config.world == 1 else {"blocks"})
+
+
 @pytest.mark.parametrize("config", [*SMALL[:2], op.Config(1, 7168, 8, True)], ids=str)
 def test_compiles_without_spilling(config: op.Config, arch: str, findings: Callable[[build.KernelSpec, str], list[str]]) -> None:
     assert not findings(op.spec(config), arch)
@@ -106,6 +117,28 @@ def test_error_is_within_twice_pytorchs_and_updates_are_exact(config: op.Config)
         out = torch.full((config.tokens, config.columns), float("nan"), device="cuda", dtype=torch.bfloat16)
         op.run(plan, **case, out=out)
         _check(config, case, before, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delta", "blocks", "prefix"])
+def test_producer_that_writes_100_us_late(name: str) -> None:
+    """The kernel in front lets this one start at once and writes an input 100 us later, over poison. Blocks and prefix are older:
+    one kernel that settles them is between, and runs on while they are read."""
+    config = op.Config(3, 7168, 5, True)
+    plan, case = op.plan(config, build.device_arch()), _case(config, 8)
+    before = {key: tensor.clone() for key, tensor in case.items()}
+    out = torch.full((config.tokens, config.columns), float("nan"), device="cuda", dtype=torch.bfloat16)
+    op.run(plan, **{key: tensor.clone() for key, tensor in case.items()}, out=out.clone())  # loads the code
+    write_late(before[name], before[name].clone())
+    settle(other := torch.zeros(1, dtype=torch.int32, device="cuda"))
+    case[name].fill_(float("nan"))
+    torch.cuda.synchronize()
+    write_late(before[name], case[name])
+    if name != "delta":
+        settle(other)
+    op.run(plan, **case, out=out)
+    torch.cuda.synchronize()
+    _check(config, case, before, out)
 
 
 @pytest.mark.gpu

@@ -38,6 +38,7 @@ RINGS = [  # stages used again and again; a last chunk in part; splits of unlike
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, k_warps=1, tiles=3, stages=3, chunk=64, fetchers=4)),
 ]
 RINGS += [replace(RINGS[1], tactic=replace(RINGS[1].tactic, k_warps=1, passing=True))]
+RINGS += [replace(config, tactic=replace(config.tactic, pace=20)) for config in (RINGS[3], RINGS[1])]  # the first filling, slowly
 
 
 STREAMED = default_tactic(6288, (7168,), 64)

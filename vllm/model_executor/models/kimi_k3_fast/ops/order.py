@@ -26,8 +26,9 @@ Further rules of PDL, for the author of a kernel:
     (`KernelSpec.settles`, which the order checker holds it to), all that was written in front of n is finished when n+1 starts.
     So is, behind an ordinary launch, all that was written in front of that one, and in a graph what was written before it. A
     parameter may be `Settled` where such a launch always stands between its last writer and its reader: the experts that w2
-    reads are chosen in front of w13, which settles; slots and states of a step are written in front of its embedding. L1 may
-    still hold what was there before, so these reads pass it by.
+    reads are chosen in front of w13, which settles; slots and states of a step are written in front of its embedding; closed
+    blocks that AttnRes mixes are written in front of o_proj or of the tail, which settle. L1 may still hold what was there
+    before, so these reads pass it by. To settle costs nothing where a kernel runs on for long behind its wait.
 """
 
 from __future__ import annotations

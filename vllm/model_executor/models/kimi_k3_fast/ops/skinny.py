@@ -43,7 +43,8 @@ class Tactic:
 
     A ring (`device/ring.py`): `chunk` columns a stage, 0 for the other forms; `fetchers` warps that only copy, besides the
     others; `height` rows of the matrix in a stage, 0 for all rows of the tiles; `passing`: weights are the first to leave L2, so
-    that code, states and activations stay.
+    that code, states and activations stay; `pace`: clock cycles from 8 rows of a stage to the next 8 while the ring is first
+    filled, so that small kernels in front do not wait for megabytes, 0 for all at once.
     """
 
     groups: int = 132
@@ -59,6 +60,7 @@ class Tactic:
     fetchers: int = 0
     height: int = 0
     passing: bool = False
+    pace: int = 0
 
     @property
     def threads(self) -> int:

@@ -24,7 +24,7 @@ import torch
 from ...comm import BOUND_NS, RANKS, SMS, Box
 from ...reasons import Reason, Refusal
 from .. import measured, posted
-from ..build import ACTIVATION, ARCHS, OUTPUT, STATE, STATIC, Compiled, KernelSpec, Param, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, SETTLED, STATE, STATIC, Compiled, KernelSpec, Param, get
 
 MOST_THREADS = 640  # of a block where there are few: its registers leave room for the ring of the next kernel
 
@@ -155,12 +155,13 @@ def spec(config: Config, arch: str = "sm_90a") -> KernelSpec:
     """The kernel of a config; `arch` matters where the number of blocks is left to be chosen."""
     config = resolved(config, arch)
     shape = (config.rows, config.columns)
+    posted_or_updated = config.world > 1 or not config.has_delta  # by the launch in front
     params = (
         Param("score", "f32", (config.columns,), STATIC),
         Param("norm", "bf16", (config.columns,), STATIC),
         *(() if config.world > 1 else (Param("delta", "bf16", (config.tokens, config.columns), ACTIVATION),)),
-        Param("blocks", "bf16", (config.closed, *shape), STATE),
-        Param("prefix", "bf16", shape, STATE),
+        Param("blocks", "bf16", (config.closed, *shape), SETTLED),
+        Param("prefix", "bf16", shape, STATE if posted_or_updated else SETTLED),
         Param("out", "bf16", (config.tokens, config.columns), OUTPUT),
         *(posted.params(config.world) if config.world > 1 else ()),
     )

@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from ..device.ptx import copy_async, load_shared, send_f32, store_global, store_shared
 from ..device.reduce import warp_max, warp_sum
 from ..device.vectors import lane_and_warp, load_words, pack_bf16, unpack_bf16
-from ..order import Dynamic, Output, Static, dependency_wait, release_dependents
+from ..order import Dynamic, Output, Settled, Static, dependency_wait, release_dependents
 
 
 def unpack(words: Any) -> list[Any]:
@@ -159,12 +159,6 @@ def copy_part(place: Place, origin: Any, target: Any) -> None:
         copy_async(target + at, origin + at, cutlass.Int32(16), inside)
 
 
-def copy_closed(config: Any, place: Place, closed: Any, source_smem: Any) -> None:
-    """The warp's part of its closed block into shared memory."""
-    copy_part(place, closed + (place.source * place.stride + place.base), source_smem.iterator + place.source * config.share)
-    land()
-
-
 def land() -> None:
     """Until what this lane copies is there."""
     cute.arch.cp_async_commit_group()
@@ -197,6 +191,27 @@ def sums_of_part(config: Any, place: Place, source_smem: Any, score_smem: Any) -
     return [warp_sum(squares), warp_sum(dot)]
 
 
+@cute.jit
+def weigh_closed(
+    config: cutlass.Constexpr, place: Any, blocks: Settled, source_smem: Any, score_smem: Any, logits: cutlass.Constexpr
+):
+    """The warp's part of its closed block into shared memory, and what its weight needs of it to the cluster. Closed blocks are
+    settled: another launch wrote them than the one in front."""
+    if cutlass.const_expr(config.prev > 0):
+        if place.source < config.prev:
+            closed = blocks.early().iterator + (place.source * place.stride + place.base)
+            copy_part(place, closed, source_smem.iterator + place.source * config.share)
+            land()
+            send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
+
+
+@cute.jit
+def copy_running(config: cutlass.Constexpr, place: Any, running: Any, target: Any):
+    """Start copying the part of the prefix, of those warps that are to add delta to it."""
+    if place.source == config.prev:
+        copy_part(place, running, target)
+
+
 def mixture(config: Any, place: Place, share_of: Any, source_smem: Any, sources: int) -> list[Any]:
     """This thread's columns of so many sources, weighed."""
     mixed = [Float32(0.0)] * 8
@@ -227,7 +242,13 @@ def normalised(config: Any, square: Exchange, mixed: list[Any], weight: list[Any
 
 @cute.kernel
 def _attn_res(
-    score: Static, norm: Static, delta: Dynamic, blocks: Dynamic, prefix: Dynamic, out: Output, config: cutlass.Constexpr
+    score: Static,
+    norm: Static,
+    delta: Dynamic,
+    blocks: Settled,
+    prefix: Settled | Dynamic,
+    out: Output,
+    config: cutlass.Constexpr,
 ):
     place = Place(config)
     share, sources = config.share, config.prev + 1
@@ -239,16 +260,19 @@ def _attn_res(
     square = Exchange(config, 1, config.mixing, memory)
     weight = begin(config, place, score, norm, score_smem, [logits, square])
 
+    own, base = source_smem.iterator + config.prev * share, place.base
+    weigh_closed(config, place, blocks, source_smem, score_smem, logits)
+    if cutlass.const_expr(config.has_delta):
+        copy_running(config, place, prefix.early().iterator + base, own)
+
     token = dependency_wait()
     running, closed = prefix.after(token).iterator, blocks.after(token).iterator
-    pending, base = delta.after(token).iterator, place.base
-    if place.source < config.prev:
-        copy_closed(config, place, closed, source_smem)
-    elif place.source == config.prev:
-        own = source_smem.iterator + config.prev * share
-        copy_part(place, running + base, own)
+    pending = delta.after(token).iterator
+    if place.source == config.prev:
         if cutlass.const_expr(config.has_delta):
             copy_part(place, pending + base, delta_smem.iterator)
+        else:
+            copy_part(place, running + base, own)
         land()
         for i in cutlass.range_constexpr(config.pieces):
             at, inside = place.pieces[i], place.inside[i]
@@ -260,9 +284,8 @@ def _attn_res(
                     store_global(running + (base + at), current, inside)
                 if cutlass.const_expr(config.write >= 0):
                     store_global(closed + (config.write * place.stride + base + at), current, inside)
-
-    if cutlass.const_expr(config.prev > 0) and place.source <= config.prev:
-        send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
+        if cutlass.const_expr(config.prev > 0):
+            send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
     cute.arch.sync_threads()  # the sources are in shared memory
     if cutlass.const_expr(config.prev > 0):
         logits.wait()

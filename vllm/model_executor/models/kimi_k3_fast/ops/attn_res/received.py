@@ -18,14 +18,13 @@ from ..device import exchange
 from ..device.ptx import store_global
 from ..device.reduce import warp_sum
 from ..device.vectors import load_words
-from ..order import Dynamic, Output, Static, dependency_wait
+from ..order import Dynamic, Output, Settled, Static, dependency_wait
 from ..pairs import posted_word
 from .cute import (
     Exchange,
     Place,
     added,
     begin,
-    copy_closed,
     launch,
     mixture,
     normalised,
@@ -35,9 +34,9 @@ from .cute import (
     softmax,
     square_sum,
     sums,
-    sums_of_part,
     together,
     unpack,
+    weigh_closed,
     where,
 )
 
@@ -69,7 +68,7 @@ def _by_source(config: Any, place: Place, logits: Exchange, own: Exchange) -> tu
 def _attn_res_received(
     score: Static,
     norm: Static,
-    blocks: Dynamic,
+    blocks: Settled,
     prefix: Dynamic,
     out: Output,
     post: tuple[Any, ...],
@@ -85,16 +84,14 @@ def _attn_res_received(
     own, square = Exchange(config, 2, mixing, memory), Exchange(config, 1, mixing, memory)
     weight = begin(config, place, score, norm, score_smem, [logits, own, square] if config.prev > 0 else [square])
 
+    weigh_closed(config, place, blocks, source_smem, score_smem, logits)
+
     token = dependency_wait()
     running, closed = prefix.after(token).iterator, blocks.after(token).iterator
     mine = place.thread * 8 < share
     at = place.base + place.column
     ranks = exchange.Exchange(config.world, config.bound_ns, token, exchange.Post(*post), sent=True)
-    held = load_words(running + at)  # as the epoch: on its way while the closed blocks come, and words travel
-    if place.source < config.prev:
-        copy_closed(config, place, closed, source_smem)
-        send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
-
+    held = load_words(running + at)  # as the epoch: on its way while words travel
     current = received(config, ranks, posted_word(config.columns, place.row, place.first + place.column), mine)
     if cutlass.const_expr(not config.replaces):
         current = together(held, current)
@@ -122,7 +119,7 @@ def _attn_res_received(
 
 
 def bf16_attn_res_received(
-    config: Any, score: Static, norm: Static, blocks: Dynamic, prefix: Dynamic, out: Output, *args: Any
+    config: Any, score: Static, norm: Static, blocks: Settled, prefix: Dynamic, out: Output, *args: Any
 ) -> None:
     *post, stream = args
     launch(_attn_res_received(score, norm, blocks, prefix, out, tuple(post), config), config, stream)

@@ -38,6 +38,7 @@ from .skinny import Block, Rows, Smem
 from .vectors import Words, unpack_bf16
 
 HALF = UNIT // 2  # elements: a lane's two pieces of a unit lie so far apart
+PACED = 8  # rows that are copied at once while the ring is filled at a pace
 
 
 class Ring(Block):
@@ -130,13 +131,23 @@ class Ring(Block):
         return self.smem.activation + (stage * self.shape.stage_elements + row * self.shape.stage_pitch)
 
     def copy_weights(self, chunk: Any, stage: Any) -> None:
+        size, rows = self.weight_rows(chunk, stage)
+        for row, address, target in rows:
+            copy_bulk(target, address, size, self.full + stage, row < self.held, self.policy)
+        self.copy_norm(chunk, stage, size)
+
+    def weight_rows(self, chunk: Any, stage: Any) -> tuple[Any, list[tuple[Any, Any, Any]]]:
+        """(bytes of a copy, [(row of a stage, address, target)]) of what this lane copies of the matrix."""
         base, pitch, size = self._source(self.weights, chunk)
+        found = []
         for row in self._turns(self.shape.height):
             source = self.rows.first + row
             if not (isinstance(self.rows.pair, int) and self.rows.pair == 0):
                 source = source + Int32(select_(row < self.own, Int32(0), self.rows.pair - self.own))
-            address = base + Int64(source) * Int64(pitch)
-            copy_bulk(self._target(stage, row), address, size, self.full + stage, row < self.held, self.policy)
+            found.append((row, base + Int64(source) * Int64(pitch), self._target(stage, row)))
+        return size, found
+
+    def copy_norm(self, chunk: Any, stage: Any, size: Any) -> None:
         if self.norm is not None:
             inside, column, _ = self._where(chunk)
             target = self._target(stage, self.shape.height + self.shape.tokens)
@@ -285,9 +296,29 @@ def _prepare(block: Any):
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     if block.warp >= block.consumers:
+        began, due = Uint32(cute.arch.clock() if block.tactic.pace else 0), Uint32(0)
         for chunk in cutlass.range(0, block.ahead, unroll=1):
             _expect(block, chunk, chunk)
-            Ring.copy_weights(block, chunk, chunk)
+            if cutlass.const_expr(block.tactic.pace > 0):
+                due = _pace(block, chunk, began, due)
+            else:
+                Ring.copy_weights(block, chunk, chunk)
+
+
+@cute.jit
+def _pace(block: Any, chunk: Any, began: Any, due: Any):
+    """`copy_weights` of a chunk to its stage, some rows at a time. Returns when the next chunk's first rows are due."""
+    size, rows = Ring.weight_rows(block, chunk, chunk)
+    Ring.copy_norm(block, chunk, chunk, size)
+    parts = cutlass.const_expr(ceil_div(block.shape.height, PACED))
+    for part in cutlass.range(0, parts, unroll=1):
+        while Uint32(cute.arch.clock()) - began < due:
+            pass
+        for row, address, target in rows:
+            wanted = (row // PACED == part) & (row < block.held)
+            copy_bulk(target, address, size, block.full + chunk, wanted, block.policy)
+        due = due + Uint32(block.tactic.pace)
+    return due
 
 
 @cute.jit

@@ -60,14 +60,13 @@ class Config:
 @dataclass(frozen=True)
 class Tactic:
     """`split`: CTAs of a cluster that share a head's V rows. `row_groups`: clusters that share a head's requests. `stages`:
-    states that a CTA holds or has on their way. `early_release`: the next kernel may start before this one's dependency wait.
+    states that a CTA holds or has on their way.
     """
 
     split: int
     threads: int
     row_groups: int
     stages: int = 1
-    early_release: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,16 @@ class KernelConfig:
     row_groups: int
     rows_per_cta: int
     stages: int
-    early_release: bool
+
+    @property
+    def resident(self) -> int:
+        """CTAs of an SM: they hide one another's latencies; tokens in a row need more registers."""
+        return 3 if self.threads == 128 and self.slots_per_row == 1 else 2
+
+    @property
+    def in_waves(self) -> bool:
+        """There are more CTAs than the GPU holds at once."""
+        return self.heads * self.split * self.row_groups > self.resident * SM_COUNT
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ def _smem_bytes(config: Config, tactic: Tactic) -> int:
 
 def tactics(config: Config) -> list[Tactic]:
     """What the benchmark compares."""
-    found = [default_tactic(config), replace(default_tactic(config), early_release=True)]
+    found = [default_tactic(config)]
     for split, threads in ((1, 256), (2, 128), (2, 256), (4, 128), (8, 128)):
         for resident, stages in ((2, 2), (3, 1), (3, 2), (64, 1)):  # blocks of an SM that walk; 64: no block walks
             groups = max(1, min(config.requests, resident * SM_COUNT // (config.heads * split)))
@@ -181,7 +189,6 @@ def spec(config: Config, tactic: Tactic) -> KernelSpec:
         row_groups=tactic.row_groups,
         rows_per_cta=-(-config.requests // tactic.row_groups),
         stages=tactic.stages,
-        early_release=tactic.early_release,
     )
     verify = config.drafts > 0
     conv_strides = (Sym("conv_stride", bits=64), 3 * width, 1)

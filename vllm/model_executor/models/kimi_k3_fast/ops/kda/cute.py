@@ -90,6 +90,12 @@ def _fetch_state(copy, state, source: Int64, buffer, own_state, slot: Int32, onl
         cute.arch.cp_async_commit_group()
 
 
+def _fetch_states(copy, state, sources, buffers, own_state, slots, at):
+    """Start copying this thread's parts of the states that find a place, one after the other in `buffers`."""
+    for n, (source, slot) in enumerate(zip(sources, slots, strict=True)):
+        _fetch_state(copy, state, source, buffers.iterator + n * at.values * D, own_state, slot, range(at.rows))
+
+
 def _source_slot(slots, accepted, row, c):
     """The slot that a request's recurrence starts from; 0 for a padded row, whose `accepted` means nothing, and past the last."""
     inside = cutlass.min(row, c.requests - 1)
@@ -182,13 +188,14 @@ class _Inputs:
         self.wanted = p < 49 + 2 * own
 
 
-@cute.jit
-def _bring_inputs(x, source, inputs, column, place, wanted):
-    """The tokens' rows into shared memory, by registers: copies would be waited for behind those of the states."""
-    if wanted:
-        words = [load_words(_pointer(x, Int64(token) * x.stride[0] + column, 8)) for token in source]
-        for n in cutlass.range_constexpr(len(words)):
-            store_shared(_pointer(inputs, n * PITCH + place, 8), words[n])
+    def load(self, x, source):
+        """Of the tokens `source`, into registers: copies into shared memory would be waited for behind those of the states."""
+        column = cutlass.select_(self.wanted, self.column, Int32(0))
+        return [load_words(_pointer(x, Int64(token) * x.stride[0] + column, 8)) for token in source]
+
+    def put(self, words, inputs):
+        for n, piece in enumerate(words):
+            store_shared(_pointer(inputs, n * PITCH + self.place, 8), piece, self.wanted)
 
 
 class _Prepared:
@@ -265,8 +272,7 @@ def _kda(
     y: Output,
     c: cutlass.Constexpr,
 ):
-    if cutlass.const_expr(c.early_release):
-        release_dependents()
+    release_dependents()
     at = _Place(c)
     thread, head, part, lane, group = at.thread, at.head, at.part, at.lane, at.group
     values, rows, warps, channels = at.values, at.rows, at.warps, at.channels
@@ -311,11 +317,11 @@ def _kda(
     # The state goes through shared memory, each thread its own part, because a compiler cannot delay that kind of load. A V row
     # is a group of copies: the first is worked on and stored while the others arrive, and its place is free for a later request
     # as soon as it is in registers, so that memory works all the time.
-    for ahead in cutlass.range_constexpr(c.stages):
-        early_slot = _source_slot(old_slots, old_accepted, row + ahead * c.row_groups, c)
-        early_source = Int64(early_slot) * old_state.stride[0] + own_part
-        early_buffer = state_smem.iterator + ahead * values * D
-        _fetch_state(copy, old_state, early_source, early_buffer, own_state, early_slot, range(rows))
+    # Where blocks come in waves it starts behind the inputs, which would queue behind it in all waves but the first.
+    early_slots = [_source_slot(old_slots, old_accepted, row + ahead * c.row_groups, c) for ahead in range(c.stages)]
+    early_sources = [Int64(slot) * old_state.stride[0] + own_part for slot in early_slots]
+    if cutlass.const_expr(not c.in_waves):
+        _fetch_states(copy, old_state, early_sources, state_smem, own_state, early_slots, at)
 
     first_slot = old_slots[row, 0]
     windows = []
@@ -325,8 +331,6 @@ def _kda(
 
     # -- dynamic ----------------------------------------
     token_ready = dependency_wait()
-    if cutlass.const_expr(not c.early_release):
-        release_dependents()
     x, y, slots = x.after(token_ready), y.after(token_ready), slots.after(token_ready)
     conv_state, state = conv_state.after(token_ready), state.after(token_ready)
     if cutlass.const_expr(several):
@@ -334,7 +338,10 @@ def _kda(
     source = [first + n * (1 if several else c.row_groups) for n in range(tokens)]
     source = [cutlass.min(cutlass.max(token, 0), c.tokens - 1) for token in source]  # past the last: a row that is not used
     piece = _Inputs(at, x, c)
-    _bring_inputs(x, source, prepared.inputs, piece.column, piece.place, piece.wanted)
+    words = piece.load(x, source)
+    if cutlass.const_expr(c.in_waves):
+        _fetch_states(copy, old_state, early_sources, state_smem, own_state, early_slots, at)
+    piece.put(words, prepared.inputs)
     cute.arch.sync_threads()
     gate_products = _gates(prepared.inputs, at, weights, tokens)
     _prepare_decays(prepared, at, weights, gate_products, _exp(weights.a_log), c)
@@ -494,8 +501,7 @@ def _launch(c, *tensors, stream):
         stream=stream,
         use_pdl=True,
         preferred_smem_carveout=100,
-        # Blocks hide one another's latencies; tokens in a row need more registers.
-        min_blocks_per_mp=3 if c.threads == 128 and c.slots_per_row == 1 else 2,
+        min_blocks_per_mp=c.resident,
     )
 
 

@@ -127,7 +127,7 @@ def spec(config: Config) -> KernelSpec | None:
     name = "bf16_tail" if config.normed else "bf16_norm_skinny"
     if config.world > 1:
         name = f"bf16_tail_{'posted' if config.posts else 'two_shot' if config.two_shot else 'one_shot'}"
-    return KernelSpec(name, "moe_tail", config, f"{__name__}.cute:bf16_tail", params)
+    return KernelSpec(name, "moe_tail", config, f"{__name__}.cute:bf16_tail", params, settles=True)
 
 
 def norm_spec(config: NormConfig) -> KernelSpec:

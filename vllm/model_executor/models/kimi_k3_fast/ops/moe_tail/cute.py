@@ -51,8 +51,8 @@ def _tail(
     norm = None if config.normed else norms[0].early()
     block = make_block(shape, rank, Rows(first, last), [up.early(), down.early()], Smem(shape), norm=norm)
     weight = None if config.normed else block.norm_words(0, norm)
-    release_dependents()
     token = dependency_wait()
+    release_dependents()  # not before: see `KernelSpec.settles`
     if cutlass.const_expr(config.world > 1):
         if cutlass.const_expr(config.posts):
             sums = Outbox(config, token, Post(*post))

@@ -107,13 +107,15 @@ def spec(config: Config) -> KernelSpec | None:
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
     )
     if config.posts:
-        post = posted.params(config.world)
-        return KernelSpec("bf16_oproj_posted", "oproj", config, f"{__name__}.cute:bf16_oproj_posted", (*params, *post))
-    params += (Param("prefix", "bf16", (config.tokens, config.rows), STATE),)
-    if config.world == 1:
-        return KernelSpec("bf16_oproj", "oproj", config, f"{__name__}.cute:bf16_oproj", params)
-    name = "bf16_oproj_two_shot" if config.two_shot else "bf16_oproj_one_shot"
-    return KernelSpec(name, "oproj", config, f"{__name__}.cute:bf16_oproj_reduced", (*params, *posted.params(config.world)))
+        name, entry = "bf16_oproj_posted", "bf16_oproj_posted"
+    else:
+        params += (Param("prefix", "bf16", (config.tokens, config.rows), STATE),)
+        name, entry = "bf16_oproj", "bf16_oproj"
+    if config.world > 1:
+        params += posted.params(config.world)
+        if not config.posts:
+            name, entry = f"bf16_oproj_{'two_shot' if config.two_shot else 'one_shot'}", "bf16_oproj_reduced"
+    return KernelSpec(name, "oproj", config, f"{__name__}.cute:{entry}", params, settles=True)
 
 
 def plan(config: Config, arch: str) -> posted.Plan:

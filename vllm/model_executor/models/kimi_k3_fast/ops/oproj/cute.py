@@ -25,8 +25,8 @@ def _project(config: Any, w: Static, x: Dynamic, emit_with: Any) -> None:
     group, rank = index // shape.tactic.splits, index % shape.tactic.splits
     first, last = even_share(config.rows, shape.tactic.groups, group, config.whole)
     block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape))
-    release_dependents()
     token = dependency_wait()
+    release_dependents()  # not before: see `KernelSpec.settles`
     emit = emit_with(token, group, first)
     block.stage(0, x.after(token))
     block.multiply(0)

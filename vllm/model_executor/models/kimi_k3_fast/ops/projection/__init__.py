@@ -74,7 +74,7 @@ def spec(config: Config) -> KernelSpec | None:
         Param("x", "bf16", (config.tokens, config.columns), ACTIVATION),
         Param("y", config.out, (config.tokens, config.rows), OUTPUT),
     )
-    return KernelSpec("bf16_skinny", "projection", config, f"{__name__}.cute:bf16_skinny", params)
+    return KernelSpec("bf16_skinny", "projection", config, f"{__name__}.cute:bf16_skinny", params, settles=True)
 
 
 def plan(config: Config, arch: str) -> Plan:

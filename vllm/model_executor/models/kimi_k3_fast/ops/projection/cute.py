@@ -21,8 +21,8 @@ def _project(w: Static, x: Dynamic, y: Output, shape: cutlass.Constexpr, store: 
     rows = w.shape[0]
     first, last = even_share(rows, shape.tactic.groups, group)
     block = make_block(shape, rank, Rows(first, last), [w.early()], Smem(shape), exact=store is store_f32)
-    release_dependents()
     token = dependency_wait()
+    release_dependents()  # not before: see `KernelSpec.settles`
     block.stage(0, x.after(token))
     block.multiply(0)
     out = y.after(token)
