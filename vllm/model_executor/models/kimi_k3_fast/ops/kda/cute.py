@@ -187,7 +187,6 @@ class _Inputs:
         self.place = cutlass.select_(p < 48, p * 8, cutlass.select_(p == 48, Int32(BETA), place))
         self.wanted = p < 49 + 2 * own
 
-
     def load(self, x, source):
         """Of the tokens `source`, into registers: copies into shared memory would be waited for behind those of the states."""
         column = cutlass.select_(self.wanted, self.column, Int32(0))
