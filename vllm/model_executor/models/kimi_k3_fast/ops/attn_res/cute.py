@@ -197,12 +197,11 @@ def weigh_closed(
 ):
     """The warp's part of its closed block into shared memory, and what its weight needs of it to the cluster. Closed blocks are
     settled: another launch wrote them than the one in front."""
-    if cutlass.const_expr(config.prev > 0):
-        if place.source < config.prev:
-            closed = blocks.early().iterator + (place.source * place.stride + place.base)
-            copy_part(place, closed, source_smem.iterator + place.source * config.share)
-            land()
-            send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
+    if cutlass.const_expr(config.prev > 0) and place.source < config.prev:
+        closed = blocks.early().iterator + (place.source * place.stride + place.base)
+        copy_part(place, closed, source_smem.iterator + place.source * config.share)
+        land()
+        send(logits, sums_of_part(config, place, source_smem, score_smem), 2 * place.source, place.part, place.rank)
 
 
 @cute.jit
