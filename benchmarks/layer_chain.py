@@ -10,8 +10,8 @@ the model. The time of a layer is the graph's median over LAYERS; launches are c
 four chains; a matmul that is not named keeps its default. A letter sets a field of `Tactic` (LETTERS), `g1` makes one group of
 every tile of rows. `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f), warps that share the columns
 (k), splits (s), cycles of its pace (p), and e1 for weights that leave L2 first. `library` multiplies by PyTorch's product, in
-more launches; `skinny` by our kernel where the library is the default. Below a result stands how much later than all before it each
-kernel of a layer ends: what it costs the chain.
+more launches; `skinny` by our kernel where the library is the default. Below a result stands how much later than all before it
+each kernel of a layer ends: what it costs the chain.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
 cuts of theirs: "default;strip=4 flight=3" names fields of the tactic. `--mix` does so for AttnRes: "default;blocks=7 parts=2".
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
