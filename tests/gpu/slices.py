@@ -1,11 +1,11 @@
 """Servers of rank slices on GPUs, for the tests of this folder: a few layers of each kind, random weights, a tokenizer.
 
-    python tests/gpu/slices.py COMMIT
+    python tests/gpu/slices.py COMMIT "test_engine_cuda.py: 16 passed" ...
 
 Sizes of a layer are those of a rank at TP8; the vocabulary is the tokenizer's. The fork serves with `allow_unvalidated`: these
 tests are what validates it. Several engines share a GPU, so each has a cache of given size.
 
-When the tests have passed on a GPU, the command above records which machine code that was, as digests of the PTX of all kernels
+When tests have passed on a GPU, the command above records which, and with which machine code, as digests of the PTX of all kernels
 that one rank takes (`SERVED`; needs no GPU). `tests/scope/test_evidence.py` holds the kernels of later commits to it.
 """
 
@@ -180,5 +180,6 @@ def workers(url: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    served = {"arch": "sm_90a", "commit": sys.argv[1], "dsl": version("nvidia-cutlass-dsl"), "ptx": digests()}
+    served = {"arch": "sm_90a", "commit": sys.argv[1], "passed": sys.argv[2:]}
+    served |= {"dsl": version("nvidia-cutlass-dsl"), "ptx": digests()}
     SERVED.write_text(json.dumps(served, indent=1) + "\n")

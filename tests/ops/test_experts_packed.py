@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,6 +150,15 @@ def test_every_tactic_divides_the_served_shapes(tokens: int, width: int) -> None
         first = PackedFirst(config.hidden, width, tactic.strip, tactic.split, tactic.flight, tactic.grouped)
         assert first.steps * first.pieces * tactic.split * GROUP == config.hidden and first.finishers <= tactic.split
         assert tactic.flight >= 2 and tactic.depth >= 2 and width % (8 // tactic.below * GROUP) == 0
+
+
+def test_a_shape_that_was_measured_was_so_at_every_batch() -> None:
+    """A batch without a row would take the next larger one's, whose experts have several tokens each."""
+    table = json.loads((Path(op.__file__).parent / "tactics.json").read_text())
+    measured = {(row["layout"], row["width"]): set() for row in table}
+    for row in table:
+        measured[row["layout"], row["width"]].add(row["tokens"])
+    assert measured and all(batches == set(op.SERVED_TOKENS) for batches in measured.values())
 
 
 @pytest.mark.parametrize(

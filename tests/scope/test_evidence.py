@@ -51,6 +51,7 @@ def test_the_kernels_are_those_that_ran(monkeypatch):
     import slices
 
     served, now = json.loads(slices.SERVED.read_text()), slices.digests()
+    assert any("test_engine_cuda" in passed for passed in served["passed"])
     changed = sorted(name for name in {*served["ptx"], *now} if served["ptx"].get(name) != now.get(name))
     assert not changed, (
         f"{', '.join(changed)}: not what ran on {EVIDENCE.devices[0]} at {served['commit']}. Run tests/gpu there and renew the "
