@@ -5,8 +5,8 @@
 Sizes of a layer are those of a rank at TP8; the vocabulary is the tokenizer's. The fork serves with `allow_unvalidated`: these
 tests are what validates it. Several engines share a GPU, so each has a cache of given size.
 
-When tests have passed on a GPU, the command above records which, and with which machine code, as digests of the PTX of all kernels
-that one rank takes (`SERVED`; needs no GPU). `tests/scope/test_evidence.py` holds the kernels of later commits to it.
+When tests have passed on a GPU, the command above records which, and with which machine code, as digests of the PTX of all
+kernels that one rank takes (`SERVED`; needs no GPU). `tests/scope/test_evidence.py` holds the kernels of later commits to it.
 """
 
 from __future__ import annotations
