@@ -2,11 +2,11 @@
 
 A token is 7168 columns of up to nine sources: 129 KB that one SM could not load fast enough. A cluster's blocks take a share of
 the columns each. In a block, a few warps take each source: they copy their part into shared memory and, when it is there, add up
-the two sums that its weight needs; the prefix's warps copy the pending delta as well and add it first. All of it is in flight at
-once: loaded into registers, of which there are few, seven pieces of prefix and delta came in five trips to L2, one behind the
-other, and a layer has two such launches. Then every thread mixes eight columns of all sources. What must be known of the whole
-row is little: two sums for each source, and one of the mixture. Warps send them straight to every block of the cluster, and count
-on each block's barrier.
+the two sums that its weight needs. Closed blocks are settled, so they come, and are weighed, before the dependency wait. So does
+the prefix where a delta is pending; the delta alone is read behind the wait, and added first. All of a part is in flight at once:
+loaded into registers, of which there are few, seven pieces came in five trips to L2, one behind the other, and a layer has two
+such launches. Then every thread mixes eight columns of all sources. What must be known of the whole row is little: two sums for
+each source, and one of the mixture. Warps send them straight to every block of the cluster, and count on each block's barrier.
 
 A thread that held its columns of all sources in registers needed 128 of them and 1300 instructions of straight code: too few
 blocks fit on an SM for 64 tokens, and in a layer such code is never in the instruction caches.
