@@ -66,7 +66,7 @@ def test_many_tokens_are_the_librarys_and_few_are_a_rings() -> None:
         config = op.Config(tokens, rows, 7168)
         assert config.chosen is LIBRARY and op.spec(config) is None
         assert "library" in str(op.plan(config, "sm_90a")) and op.plan(config, "sm_90a").scratch_shapes() == {}
-    for tokens, rows, columns in ((1, 3648, 7168), (16, 3216, 7168), (8, 7168, 768)):  # no row of the table has them
+    for tokens, rows, columns in ((1, 3648, 7168), (16, 2880, 7168), (8, 2304, 1536)):  # no row of the table has them
         assert op.Config(tokens, rows, columns).shape.tactic.chunk == 512
         assert op.unavailable_reason(op.Config(tokens, rows, columns), "sm_100a") is None
     assert not op.Config(1, 49376, 7168).shape.tactic.chunk, "a group's rows do not fit a stage"
