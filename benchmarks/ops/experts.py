@@ -69,10 +69,11 @@ class Call:
     routings: list[op.Routing]
     logits: list[torch.Tensor]
     z: torch.Tensor
-    scratch: op.Scratch
+    hidden: torch.Tensor
     out: torch.Tensor
     bias: torch.Tensor
     arrived: torch.Tensor
+    scratches: dict[op.Tactic | op.PackedTactic, op.Scratch] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def draw(cls, config: op.Config, weights: dict[str, Weights]) -> Call:
@@ -88,7 +89,15 @@ class Call:
         hidden = torch.zeros(config.pairs, config.width, dtype=torch.bfloat16, device="cuda")
         zero = torch.zeros(1, dtype=torch.int32, device="cuda")
         bias = torch.zeros(config.experts, device="cuda")
-        return cls(config, weights, routings, logits, z, op.Scratch(hidden), torch.zeros_like(z), bias, zero)
+        return cls(config, weights, routings, logits, z, hidden, torch.zeros_like(z), bias, zero)
+
+    def scratch(self, plan: op.Plan) -> op.Scratch:
+        """Of one tactic the same one, as what it has in it stands in captured graphs."""
+        if plan.tactic not in self.scratches:
+            shapes = plan.scratch_shapes()
+            made = {name: torch.zeros(s, dtype=build.DTYPES[kind][1], device="cuda") for name, (s, kind) in shapes.items()}
+            self.scratches[plan.tactic] = op.Scratch(self.hidden, **made)
+        return self.scratches[plan.tactic]
 
     @property
     def distinct(self) -> float:
@@ -109,11 +118,11 @@ class Call:
             moe_front.run_topk(choice, self.logits[i], self.bias, r.num_tokens, r.ids, r.weights, listed)
         weights = self.weights[plan.config.layout]
         if part == "w13":
-            op.run_w13(plan, weights, self.z, routing, self.scratch)
+            op.run_w13(plan, weights, self.z, routing, self.scratch(plan))
         elif part == "w2":
-            op.run_w2(plan, weights, routing, self.scratch, self.out)
+            op.run_w2(plan, weights, routing, self.scratch(plan), self.out)
         else:
-            op.run(plan, weights, self.z, routing, self.scratch, self.out)
+            op.run(plan, weights, self.z, routing, self.scratch(plan), self.out)
 
     def theirs(self, i: int, run: Callable[..., None], choose: Callable[..., object] | None = None) -> None:
         ids, weights = self.routings[i].ids, self.routings[i].weights
