@@ -9,9 +9,9 @@ the model. The time of a layer is the graph's median over LAYERS; launches are c
 `--tactics` compares ways to cut the four matmuls in one run: "default;k4 d8;ring c512 z168;tail=ring,front=ring c256" measures
 four chains; a matmul that is not named keeps its default. A letter sets a field of `Tactic` (LETTERS), `g1` makes one group of
 every tile of rows. `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f), warps that share the columns
-(k), splits (s), cycles of its pace (p), and e1 for weights that leave L2 first. `library` multiplies by PyTorch's product, in
-more launches; `skinny` by our kernel where the library is the default. Below a result stands how much later than all before it
-each kernel of a layer ends: what it costs the chain.
+(k), splits (s), cycles of its pace (p), e1 for weights that leave L2 first, l1 for tokens by lanes. `library` multiplies by
+PyTorch's product, in more launches; `skinny` by our kernel where the library is the default. Below a result stands how much
+later than all before it each kernel of a layer ends: what it costs the chain.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
 cuts of theirs: "default;strip=4 flight=3" names fields of the tactic. `--mix` does so for AttnRes: "default;blocks=7 parts=2".
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
@@ -140,7 +140,7 @@ def cut(name: str, config: Any, text: str, arch: str) -> Any:
     rows = sum(config.rows) if name == "front" else config.rows
     tactic = ring_tactic(rows, config.shape.columns, config.tokens, **options, **whole)
     tactic = replace(tactic, passing=bool(sizes.get("e")), k_warps=sizes.get("k", tactic.k_warps), pace=sizes.get("p", 0))
-    found = replace(config, tactic=tactic)
+    found = replace(config, tactic=replace(tactic, by_lanes=bool(sizes.get("l"))))
     refusal = OPS[name].unavailable_reason(found, arch)
     if refusal:
         print(f"no {text!r} for {config}: {refusal}", flush=True)

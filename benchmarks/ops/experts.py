@@ -1,7 +1,7 @@
 """Routed MXFP4 experts at the shapes of TP8 and TP16 ranks: every tactic side by side, and stock vLLM for the same work.
 
     python benchmarks/ops/experts.py --json OUT [--tp 8,16] [--batches 1,2,4,8,16,32,64] [--parts both]
-        [--layout raw,humming] [--table TACTICS]
+        [--layout raw,humming] [--quick] [--table TACTICS]
     ncu --set full --clock-control none python benchmarks/ops/experts.py --once w13 --batches 8 [--tp 8]
 
 Parts: `w13` and `w2` alone; `both`, all from chosen experts to the weighted sum, where stock's variant sorts, multiplies, applies
@@ -193,7 +193,16 @@ def lay_out(raw: Weights, layouts: list[str]) -> dict[str, Weights]:
     return {layout: humming.pack(raw) if layout == op.HUMMING else raw for layout in layouts}
 
 
-def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[str]) -> Iterator[Case]:
+def compared(config: op.Config, quick: bool) -> list[op.Tactic | op.PackedTactic]:
+    """All that the op has to compare; or `quick`, what is served, and that with w2 the other way."""
+    if not quick:
+        return op.tactics(config)
+    served = op.chosen_tactic(config, "sm_90a")
+    others = [dataclasses.replace(served, blocks=n) for n in (0, op.SM_COUNT)] if isinstance(served, op.PackedTactic) else []
+    return list(dict.fromkeys([served, *(op.fitted(config, other) for other in others)]))
+
+
+def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[str], quick: bool) -> Iterator[Case]:
     arch = build.device_arch()
     for tp in tps:
         raw = draw_weights(op.Config(1, width=3072 // tp))
@@ -203,7 +212,7 @@ def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[st
         for batch in batches:
             configs = [op.Config(batch, width=3072 // tp, layout=layout) for layout in layouts]
             call = Call.draw(configs[0], weights)
-            plans = [op.plan(config, arch, tactic) for config in configs for tactic in op.tactics(config)]
+            plans = [op.plan(config, arch, tactic) for config in configs for tactic in compared(config, quick)]
             run = incumbent(call) if incumbent else None
             for plan in plans if run else ():
                 agree(call, plan, run)
@@ -226,7 +235,7 @@ def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[st
         torch.cuda.empty_cache()
 
 
-def write_table(path: Path, timings: list[Timing], commit: str | None, layouts: list[str]) -> None:
+def write_table(path: Path, timings: list[Timing], commit: str | None, layouts: list[str], quick: bool) -> None:
     """The fastest tactic of every shape and layout in `both`, beside the entries of other shapes that the file has."""
     arch = build.device_arch()
     table = json.loads(path.read_text()) if path.exists() else []
@@ -234,7 +243,7 @@ def write_table(path: Path, timings: list[Timing], commit: str | None, layouts: 
     shapes = dict.fromkeys((t.label["tp"], t.label["batch"]) for t in timings if t.label["part"] == "both")
     for (tp, batch), layout in itertools.product(shapes, layouts):
         config = op.Config(batch, width=3072 // tp, layout=layout)
-        own = {str(tactic): tactic for tactic in op.tactics(config)}
+        own = {str(tactic): tactic for tactic in compared(config, quick)}
         rows = [t for t in timings if (t.label["tp"], t.label["batch"], t.label["part"]) == (tp, batch, "both") and not t.error]
         stocks = [t for t in rows if t.variant == STOCK]
         ours = min((t for t in rows if t.variant in own), key=lambda t: t.us, default=None)
@@ -259,10 +268,10 @@ def once(part: str, tp: int, batch: int, layout: str) -> None:
         torch.cuda.synchronize()
 
 
-def compile_kernels(tps: list[int], batches: list[int], arch: str, layouts: list[str]) -> None:
+def compile_kernels(tps: list[int], batches: list[int], arch: str, layouts: list[str], quick: bool) -> None:
     shapes = itertools.product(tps, batches, layouts)
     configs = [op.Config(batch, width=3072 // tp, layout=layout) for tp, batch, layout in shapes]
-    specs = [spec for c in configs for tactic in [*op.tactics(c), None] for spec in op.plan(c, arch, tactic, False).specs]
+    specs = [spec for c in configs for tactic in [*compared(c, quick), None] for spec in op.plan(c, arch, tactic, False).specs]
     specs += [moe_front.topk_spec(moe_front.TopkConfig(c.tokens, grouped=g)) for c in configs for g in (False, True)]
     compile_all(dict.fromkeys(specs), arch)
 
@@ -274,6 +283,7 @@ if __name__ == "__main__":
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--layout", default=op.RAW)
     parser.add_argument("--table", type=Path, help="update this tactics.json with the fastest tactics")
+    parser.add_argument("--quick", action="store_true", help="only what is served, and that with w2's entries dealt or not")
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     parser.add_argument("--once", choices=PARTS[:3], help="launch a part three times, for a profiler")
     options = parser.parse_args()
@@ -282,9 +292,9 @@ if __name__ == "__main__":
     if options.once:
         once(options.once, tps[0], batches[0], layouts[0])
     elif options.compile:
-        compile_kernels(tps, batches, options.compile, layouts)
+        compile_kernels(tps, batches, options.compile, layouts, options.quick)
     else:
-        compile_kernels(tps, batches, build.device_arch(), layouts)
-        timings = main("experts", cases(tps, batches, options.parts.split(","), layouts), options)
+        compile_kernels(tps, batches, build.device_arch(), layouts, options.quick)
+        timings = main("experts", cases(tps, batches, options.parts.split(","), layouts, options.quick), options)
         if options.table:
-            write_table(options.table, timings, options.commit, layouts)
+            write_table(options.table, timings, options.commit, layouts, options.quick)

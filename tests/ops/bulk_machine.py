@@ -1,6 +1,6 @@
-"""The PTX machine with what the expert and top-k kernels use besides: bulk copies onto mbarriers, named barriers, atomics, votes.
+"""The PTX machine with what kernels with rings use besides: copies onto mbarriers, named barriers, atomics, votes.
 
-A bulk copy lands at once or only when somebody waits for its barrier, by chance: a stage that is filled while it is still read
+Such a copy lands at once or only when somebody waits for its barrier, by chance: a stage that is filled while it is still read
 shows as well as one that is read before it is full.
 """
 
@@ -24,6 +24,8 @@ class BulkLaunch(Launch):
             return lambda warp, mask: warp.write(policy, np.zeros(LANES, dtype=np.uint64), mask)
         if name.startswith("cp.async.bulk.shared"):
             return self._bulk(operands, scopes, text)
+        if name.startswith("cp.async.mbarrier.arrive.noinc"):
+            return self._arrival_of_copies(operands, scopes, text)
         if name.startswith("mbarrier.try_wait"):
             return self._landing(super()._step(name, operands, scopes, text), operands, scopes)
         if name.startswith("mbarrier.arrive.shared"):
@@ -75,7 +77,34 @@ class BulkLaunch(Launch):
 
         return copy
 
+    def _arrival_of_copies(self, operands: list[str], scopes: Any, text: str) -> Step:
+        """Each lane arrives when its copies before this have landed: at once, or when somebody waits."""
+        where = self._address(operands[0], scopes)
+
+        def arrive(warp: Warp, mask: Array) -> None:
+            for lane in np.flatnonzero(mask):
+                at, who = int(where(warp)[lane]), warp.threads[lane : lane + 1]
+                warp.block.barrier(at, who, text)
+                groups = [*warp.closed[lane], warp.open[lane]]
+                copies = [copy for group in groups for copy in group.copies]
+                for group in groups:
+                    group.copies.clear()
+                told = warp.clocks.copied(int(who[0]), max((copy[-1] for copy in copies), default=0))
+                vars(warp.block).setdefault("arrivals", {}).setdefault(at, []).append((copies, told))
+                if self.chance.random() < 0.5:
+                    self._land(warp, at)
+
+        return arrive
+
     def _land(self, warp: Warp, at: int) -> None:
+        for copies, told in vars(warp.block).get("arrivals", {}).pop(at, []):
+            for to, source, size, count, _ in copies:
+                warp.block.shared[to : to + size] = 0
+                warp.block.shared[to : to + count] = self.memory.bytes[source : source + count]
+            barrier = warp.block.barriers[at]
+            barrier.missing -= 1
+            barrier.tell(told)
+            barrier.settle()
         waiting = vars(warp.block).get("copies", {}).get(at, [])
         while waiting:
             barrier = warp.block.barriers[at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ SMALL = [
         tactic=Tactic(groups=5, splits=2, k_warps=2, tiles=3, stages=3, chunk=64, fetchers=2),
     ),
 ]
+SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, by_lanes=True))]
 
 
 def test_groups_are_dealt_by_rows() -> None:

@@ -39,6 +39,7 @@ RINGS = [  # stages used again and again; a last chunk in part; splits of unlike
 ]
 RINGS += [replace(RINGS[1], tactic=replace(RINGS[1].tactic, k_warps=1, passing=True))]
 RINGS += [replace(config, tactic=replace(config.tactic, pace=20)) for config in (RINGS[3], RINGS[1])]  # the first filling, slowly
+RINGS += [replace(config, tactic=replace(config.tactic, by_lanes=True)) for config in (RINGS[2], RINGS[1])]
 
 
 STREAMED = default_tactic(6288, (7168,), 64)
@@ -108,7 +109,7 @@ def _plain(case: dict[str, torch.Tensor], out: str) -> torch.Tensor:
     return case["a"] @ case["w"].T if out == "bf16" else case["a"].float() @ case["w"].float().T
 
 
-@pytest.mark.parametrize("config", [RINGS[0], RINGS[2], RINGS[-1], NARROW], ids=str)
+@pytest.mark.parametrize("config", [RINGS[0], RINGS[2], RINGS[-3], RINGS[-1], NARROW], ids=str)
 def test_stages_give_the_right_numbers_in_any_order_of_warps(config: op.Config, shared_store: build.Store) -> None:
     a, w = torch.randn(config.tokens, config.columns).bfloat16(), torch.randn(config.rows, config.columns).bfloat16()
     out = torch.full((config.tokens, config.rows), float("nan"), dtype=torch.bfloat16)

@@ -44,7 +44,8 @@ class Tactic:
     A ring (`device/ring.py`): `chunk` columns a stage, 0 for the other forms; `fetchers` warps that only copy, besides the
     others; `height` rows of the matrix in a stage, 0 for all rows of the tiles; `passing`: weights are the first to leave L2, so
     that code, states and activations stay; `pace`: clock cycles from 8 rows of a stage to the next 8 while the ring is first
-    filled, so that small kernels in front do not wait for megabytes, 0 for all at once.
+    filled, so that small kernels in front do not wait for megabytes, 0 for all at once; `by_lanes`: tokens come in copies of 16
+    bytes, a lane's each, as the engine of bulk copies takes as long for a token's row as for one of the matrix.
     """
 
     groups: int = 132
@@ -61,6 +62,7 @@ class Tactic:
     height: int = 0
     passing: bool = False
     pace: int = 0
+    by_lanes: bool = False
 
     @property
     def threads(self) -> int:

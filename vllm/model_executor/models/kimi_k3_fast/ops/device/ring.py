@@ -20,16 +20,19 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, min
+from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
 from .ptx import (
     before_copies,
+    copy_async,
     copy_bulk,
     evict_first,
     load_shared,
     mma_bf16,
     multiply_bf16,
+    opaque,
     opaque_address,
     store_shared_f32,
 )
@@ -121,7 +124,7 @@ class Ring(Block):
         count: Any = Int32(0)
         for row in self._turns(self.shape.height):
             count = count + cute.arch.popc(cute.arch.vote_ballot_sync(row < self.held))
-        for row in self._turns(self.shape.tokens):
+        for row in self._turns(0 if self.tactic.by_lanes else self.shape.tokens):
             count = count + cute.arch.popc(cute.arch.vote_ballot_sync(row < self.shape.tokens))
         if self.norm is not None:
             count = count + Int32((self.fetcher < 32) & inside)
@@ -156,6 +159,9 @@ class Ring(Block):
 
     def copy_inputs(self, chunk: Any, stage: Any) -> None:
         base, pitch, size = self._source(self.inputs, chunk)
+        if self.tactic.by_lanes:
+            _copy_by_lanes(self, base, pitch, size, stage)
+            return
         for token in self._turns(self.shape.tokens):
             target = self._target(stage, self.shape.height + token)
             copy_bulk(target, base + Int64(token) * Int64(pitch), size, self.full + stage, token < self.shape.tokens)
@@ -289,7 +295,7 @@ def _prepare(block: Any):
     """Barriers, then the weights of the first stages: nothing here waits for another kernel."""
     stages = cutlass.const_expr(block.tactic.stages)
     if block.thread < 2 * stages:
-        arrivals = Int32(block.tactic.fetchers)
+        arrivals = Int32(block.tactic.fetchers * (33 if cutlass.const_expr(block.tactic.by_lanes) else 1))
         if block.thread >= stages:
             arrivals = Int32(block.consumers)
         cute.arch.mbarrier_init(block.full + block.thread, arrivals)
@@ -319,6 +325,21 @@ def _pace(block: Any, chunk: Any, began: Any, due: Any):
             copy_bulk(target, address, size, block.full + chunk, wanted, block.policy)
         due = due + Uint32(block.tactic.pace)
     return due
+
+
+@cute.jit
+def _copy_by_lanes(block: Any, base: Any, pitch: Any, size: Any, stage: Any):
+    """A chunk of the tokens to its stage: a fetching warp takes every `fetchers`-th token. Each lane arrives when its own copies
+    have landed."""
+    first = cutlass.const_expr(block.shape.height)
+    limit = opaque(Int32(size))  # a predicate must be a register, whatever is known about it
+    for token in cutlass.range(block.warp - block.consumers, block.shape.tokens, block.tactic.fetchers, unroll=2):
+        source = base + Int64(token) * Int64(pitch)
+        target = Ring._target(block, stage, first + token)
+        for turn in cutlass.range_constexpr(ceil_div(block.tactic.chunk, 256)):
+            piece = block.lane + turn * 32
+            copy_async(target + piece * 8, source + Int64(piece * 16), Int32(16), piece * 16 < limit)
+    inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[block.full + stage])
 
 
 @cute.jit

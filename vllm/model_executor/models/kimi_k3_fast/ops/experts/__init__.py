@@ -204,8 +204,8 @@ class Plan:
 
     def scratch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Name -> (shape, dtype) of what the caller allocates once, as zeros, besides `hidden`."""
-        params = {p.name: p for p in self.specs[1].params}
-        return {name: (params[name].shape, params[name].dtype) for name in ("partial", "signals") if name in params}
+        shared = [p for p in self.specs[1].params if p.name in ("partial", "signals")]
+        return {p.name: (tuple(n for n in p.shape if isinstance(n, int)), p.dtype) for p in shared}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ SASS has no public reference; what is relied on here was read off compiled kerne
   - an acquire is a `.STRONG` load followed by `CCTL.IVALL`; a release is a `MEMBAR` followed by a `.STRONG` store;
   - `SR_SWINHI` is the high half of every generic address of shared memory, a peer block's included;
   - `BSSY Bn, label` names the place to which `BSYNC Bn` sends the threads;
+  - `ARRIVES.LDGSTSBAR` arrives when this thread's copies before it have landed;
   - `SYNCS.ARRIVE` with `.ART0` is an arrival alone; without, it says how many bytes will come;
   - of an instruction's 128 bits, 110 to 112 name the counter that its results tell (7: none), 116 to 121 those it waits for, as
     `DEPBAR.LE SBn, 0x0` does; `@!PT LDS` never runs.
@@ -62,7 +63,7 @@ _MEMORY = {
     "REDAS": (Use.ATOMIC, Space.SHARED),
     "UBLKPF": (Use.PREFETCH, Space.GLOBAL),
 }
-_SYNCS = ("SYNCS", "UCGABAR_ARV", "UCGABAR_WAIT", "BAR", "B2R", "ERRBAR", "CGAERRBAR")
+_SYNCS = ("SYNCS", "ARRIVES", "UCGABAR_ARV", "UCGABAR_WAIT", "BAR", "B2R", "ERRBAR", "CGAERRBAR")
 _PREDICATE_THEN_REGISTER = ("SHFL", "LOP3")  # what they write, where a predicate comes first: `SHFL.BFLY PT, R0, R1, ...`
 _ONLY_PREDICATES = re.compile(r"U?(ISETP|FSETP|HSETP2|DSETP|PLOP3|R2P|FCHK|P2R|VOTE)")
 
