@@ -231,9 +231,7 @@ class Chain:
         self.topk = moe_front.topk_plan(moe_front.TopkConfig(batch, grouped=experts_plan.tactic.grouped), arch)
         self.routing, self.choose = self._routing(batch)
         pairs = batch * TOP_K
-        shared = experts_plan.scratch_shapes()
-        parts = {name: torch.zeros(shape, dtype=build.DTYPES[kind][1], device="cuda") for name, (shape, kind) in shared.items()}
-        self.scratch = experts.Scratch(bf16(pairs, s.width), **parts)
+        self.scratch = experts.Scratch(bf16(pairs, s.width))
 
     def _routing(self, batch: int) -> tuple[experts.Routing, Callable[[dict[str, Any]], None]]:
         """The routing buffers and the launch that fills them from logits."""

@@ -1,7 +1,7 @@
 """Routed MXFP4 experts at the shapes of TP8 and TP16 ranks: every tactic side by side, and stock vLLM for the same work.
 
     python benchmarks/ops/experts.py --json OUT [--tp 8,16] [--batches 1,2,4,8,16,32,64] [--parts both]
-        [--layout raw,humming] [--quick] [--table TACTICS]
+        [--layout raw,humming] [--table TACTICS]
     ncu --set full --clock-control none python benchmarks/ops/experts.py --once w13 --batches 8 [--tp 8]
 
 Parts: `w13` and `w2` alone; `both`, all from chosen experts to the weighted sum, where stock's variant sorts, multiplies, applies
@@ -69,11 +69,10 @@ class Call:
     routings: list[op.Routing]
     logits: list[torch.Tensor]
     z: torch.Tensor
-    hidden: torch.Tensor
+    scratch: op.Scratch
     out: torch.Tensor
     bias: torch.Tensor
     arrived: torch.Tensor
-    scratches: dict[op.Tactic | op.PackedTactic, op.Scratch] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def draw(cls, config: op.Config, weights: dict[str, Weights]) -> Call:
@@ -89,15 +88,7 @@ class Call:
         hidden = torch.zeros(config.pairs, config.width, dtype=torch.bfloat16, device="cuda")
         zero = torch.zeros(1, dtype=torch.int32, device="cuda")
         bias = torch.zeros(config.experts, device="cuda")
-        return cls(config, weights, routings, logits, z, hidden, torch.zeros_like(z), bias, zero)
-
-    def scratch(self, plan: op.Plan) -> op.Scratch:
-        """Of one tactic the same one, as what it has in it stands in captured graphs."""
-        if plan.tactic not in self.scratches:
-            shapes = plan.scratch_shapes()
-            made = {name: torch.zeros(s, dtype=build.DTYPES[kind][1], device="cuda") for name, (s, kind) in shapes.items()}
-            self.scratches[plan.tactic] = op.Scratch(self.hidden, **made)
-        return self.scratches[plan.tactic]
+        return cls(config, weights, routings, logits, z, op.Scratch(hidden), torch.zeros_like(z), bias, zero)
 
     @property
     def distinct(self) -> float:
@@ -118,11 +109,11 @@ class Call:
             moe_front.run_topk(choice, self.logits[i], self.bias, r.num_tokens, r.ids, r.weights, listed)
         weights = self.weights[plan.config.layout]
         if part == "w13":
-            op.run_w13(plan, weights, self.z, routing, self.scratch(plan))
+            op.run_w13(plan, weights, self.z, routing, self.scratch)
         elif part == "w2":
-            op.run_w2(plan, weights, routing, self.scratch(plan), self.out)
+            op.run_w2(plan, weights, routing, self.scratch, self.out)
         else:
-            op.run(plan, weights, self.z, routing, self.scratch(plan), self.out)
+            op.run(plan, weights, self.z, routing, self.scratch, self.out)
 
     def theirs(self, i: int, run: Callable[..., None], choose: Callable[..., object] | None = None) -> None:
         ids, weights = self.routings[i].ids, self.routings[i].weights
@@ -193,16 +184,7 @@ def lay_out(raw: Weights, layouts: list[str]) -> dict[str, Weights]:
     return {layout: humming.pack(raw) if layout == op.HUMMING else raw for layout in layouts}
 
 
-def compared(config: op.Config, quick: bool) -> list[op.Tactic | op.PackedTactic]:
-    """All that the op has to compare; or `quick`, what is served, and that with w2 the other way."""
-    if not quick:
-        return op.tactics(config)
-    served = op.chosen_tactic(config, "sm_90a")
-    others = [dataclasses.replace(served, blocks=n) for n in (0, op.SM_COUNT)] if isinstance(served, op.PackedTactic) else []
-    return list(dict.fromkeys([served, *(op.fitted(config, other) for other in others)]))
-
-
-def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[str], quick: bool) -> Iterator[Case]:
+def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[str]) -> Iterator[Case]:
     arch = build.device_arch()
     for tp in tps:
         raw = draw_weights(op.Config(1, width=3072 // tp))
@@ -212,7 +194,7 @@ def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[st
         for batch in batches:
             configs = [op.Config(batch, width=3072 // tp, layout=layout) for layout in layouts]
             call = Call.draw(configs[0], weights)
-            plans = [op.plan(config, arch, tactic) for config in configs for tactic in compared(config, quick)]
+            plans = [op.plan(config, arch, tactic) for config in configs for tactic in op.tactics(config)]
             run = incumbent(call) if incumbent else None
             for plan in plans if run else ():
                 agree(call, plan, run)
@@ -235,7 +217,7 @@ def cases(tps: list[int], batches: list[int], parts: list[str], layouts: list[st
         torch.cuda.empty_cache()
 
 
-def write_table(path: Path, timings: list[Timing], commit: str | None, layouts: list[str], quick: bool) -> None:
+def write_table(path: Path, timings: list[Timing], commit: str | None, layouts: list[str]) -> None:
     """The fastest tactic of every shape and layout in `both`, beside the entries of other shapes that the file has."""
     arch = build.device_arch()
     table = json.loads(path.read_text()) if path.exists() else []
@@ -243,7 +225,7 @@ def write_table(path: Path, timings: list[Timing], commit: str | None, layouts: 
     shapes = dict.fromkeys((t.label["tp"], t.label["batch"]) for t in timings if t.label["part"] == "both")
     for (tp, batch), layout in itertools.product(shapes, layouts):
         config = op.Config(batch, width=3072 // tp, layout=layout)
-        own = {str(tactic): tactic for tactic in compared(config, quick)}
+        own = {str(tactic): tactic for tactic in op.tactics(config)}
         rows = [t for t in timings if (t.label["tp"], t.label["batch"], t.label["part"]) == (tp, batch, "both") and not t.error]
         stocks = [t for t in rows if t.variant == STOCK]
         ours = min((t for t in rows if t.variant in own), key=lambda t: t.us, default=None)
@@ -268,10 +250,10 @@ def once(part: str, tp: int, batch: int, layout: str) -> None:
         torch.cuda.synchronize()
 
 
-def compile_kernels(tps: list[int], batches: list[int], arch: str, layouts: list[str], quick: bool) -> None:
+def compile_kernels(tps: list[int], batches: list[int], arch: str, layouts: list[str]) -> None:
     shapes = itertools.product(tps, batches, layouts)
     configs = [op.Config(batch, width=3072 // tp, layout=layout) for tp, batch, layout in shapes]
-    specs = [spec for c in configs for tactic in [*compared(c, quick), None] for spec in op.plan(c, arch, tactic, False).specs]
+    specs = [spec for c in configs for tactic in [*op.tactics(c), None] for spec in op.plan(c, arch, tactic, False).specs]
     specs += [moe_front.topk_spec(moe_front.TopkConfig(c.tokens, grouped=g)) for c in configs for g in (False, True)]
     compile_all(dict.fromkeys(specs), arch)
 
@@ -283,7 +265,6 @@ if __name__ == "__main__":
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--layout", default=op.RAW)
     parser.add_argument("--table", type=Path, help="update this tactics.json with the fastest tactics")
-    parser.add_argument("--quick", action="store_true", help="only what is served, and that with w2's entries dealt or not")
     parser.add_argument("--compile", metavar="ARCH", help="compile the kernels for this architecture and stop; needs no GPU")
     parser.add_argument("--once", choices=PARTS[:3], help="launch a part three times, for a profiler")
     options = parser.parse_args()
@@ -292,9 +273,9 @@ if __name__ == "__main__":
     if options.once:
         once(options.once, tps[0], batches[0], layouts[0])
     elif options.compile:
-        compile_kernels(tps, batches, options.compile, layouts, options.quick)
+        compile_kernels(tps, batches, options.compile, layouts)
     else:
-        compile_kernels(tps, batches, build.device_arch(), layouts, options.quick)
-        timings = main("experts", cases(tps, batches, options.parts.split(","), layouts, options.quick), options)
+        compile_kernels(tps, batches, build.device_arch(), layouts)
+        timings = main("experts", cases(tps, batches, options.parts.split(","), layouts), options)
         if options.table:
-            write_table(options.table, timings, options.commit, layouts, options.quick)
+            write_table(options.table, timings, options.commit, layouts)

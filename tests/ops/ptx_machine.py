@@ -982,16 +982,13 @@ def run(
     seed: int = 0,
     prefetched: list[tuple[int, int]] | None = None,
     machine: type[Launch] = Launch,
-    together: bool = False,
 ) -> None:
-    """Run one launch to its end, cluster by cluster, or all `together`. `grid` and `cluster`: as the kernel's entry launches
-    it. Outputs are written into `tensors`; what was asked into L2, address and bytes, is appended to `prefetched`. machine: by
-    what it knows."""
+    """Run one launch to its end, a cluster after the other. `grid` and `cluster` as the kernel's entry launches it. Outputs are
+    written into `tensors`; what was asked into L2, address and bytes, is appended to `prefetched`. machine: by what it knows."""
     memory = Memory([t for t in tensors.values() if isinstance(t, torch.Tensor)])
     order = random.Random(seed)
     launch = machine(spec, arch, tensors, grid, cluster, memory, order)
-    clusters = launch.clusters()
-    _run_together([Stream(iter([list(clusters)]) if together else ([one] for one in clusters))], order)
+    _run_together([Stream([one] for one in launch.clusters())], order)
     memory.give_back()
     if prefetched is not None:
         prefetched += memory.prefetched

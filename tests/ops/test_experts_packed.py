@@ -116,23 +116,8 @@ FEW_GROUPED = replace(FEW, grouped=True, strip=4, split=4, flight=1, spread=Fals
         (replace(ON_MACHINE, tokens=2, width=128, pitch=192), replace(FEW, strip=4, flight=3, below=2, warps=2), 2, None),
         (replace(ON_MACHINE, tokens=9, width=128), FEW_GROUPED, 9, 2),  # experts with more tokens than a pass takes
         (replace(ON_MACHINE, tokens=9), replace(FEW_GROUPED, spread=True, below=8, depth=1), 8, None),
-        (ON_MACHINE, replace(FEW, blocks=11), 2, None),
-        (replace(ON_MACHINE, tokens=1), replace(FEW, blocks=15), 0, None),  # no entries, and parts of none
-        (replace(ON_MACHINE, tokens=1, top_k=1), replace(FEW, blocks=13), 1, None),  # an entry a strip
-        (replace(ON_MACHINE, tokens=9, width=128), replace(FEW_GROUPED, below=8, blocks=7), 9, 3),  # parts of three blocks
     ],
-    ids=[
-        "pairs",
-        "one row group",
-        "grouped",
-        "widened by stock",
-        "several passes",
-        "eight row groups",
-        "dealt",
-        "nothing dealt",
-        "one entry dealt",
-        "groups dealt",
-    ],
+    ids=["pairs", "one row group", "grouped", "widened by stock", "several passes", "eight row groups"],
 )
 def test_the_compiled_kernels_compute_the_reference(
     config: op.Config, tactic: op.PackedTactic, live: int, meet: int | None, fresh_store: build.Store

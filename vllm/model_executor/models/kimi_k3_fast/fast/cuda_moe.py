@@ -31,7 +31,7 @@ from .cuda_views import Model, Moe
 @dataclass(frozen=True)
 class Plans:
     """All kernels of one batch size. latent, delta: the sums over ranks in front of the tail and behind it, None where there is
-    none or stock's all-reduce does it. scratch: where the library multiplies; parts: sums of w2's blocks."""
+    none or stock's all-reduce does it. scratch: where the library multiplies."""
 
     tokens: int
     front: Any
@@ -41,7 +41,6 @@ class Plans:
     latent: Any = None
     delta: Any = None
     scratch: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def exchanging(self) -> tuple[Any, ...]:
@@ -131,9 +130,9 @@ class LatentMoe:
             latent, delta = (all_reduce.plan(all_reduce.Config(tokens, c, self.ranks), arch) for c in columns)
         topk, tail = moe_front.topk_plan(choice, arch), moe_tail.plan(last, arch)
         specs = [front.spec, *routed.specs, topk.spec, tail.spec, *(plan.spec for plan in (latent, delta) if plan)]
-        wanted = (tail.scratch_shapes(), routed.scratch_shapes()) if load else ({}, {})
-        made = ({name: self.zeros(dtype, *shape) for name, (shape, dtype) in shapes.items()} for shapes in wanted)
-        plans = Plans(tokens, front, topk, routed, tail, latent, delta, *made)
+        wanted = tail.scratch_shapes() if load else {}
+        scratch = {name: self.zeros(dtype, *shape) for name, (shape, dtype) in wanted.items()}
+        plans = Plans(tokens, front, topk, routed, tail, latent, delta, scratch)
         return plans, [spec for spec in specs if spec is not None]
 
     # -- a layer ----------------------------------------
@@ -147,7 +146,7 @@ class LatentMoe:
         logits, z_own, hidden, routed = (b[:t] for b in (self.logits, self.z_own, self.hidden, self.routed))
         moe_front.run(plans.front, m, own.router, own.down, w.gate_up, logits, z_own, hidden)
         z, routing = self._choose(plans, w, logits, z_own, num_tokens, box)
-        experts.run(plans.experts, w.experts, z, routing, experts.Scratch(self.inner[: t * w.top_k], **plans.parts), routed)
+        experts.run(plans.experts, w.experts, z, routing, experts.Scratch(self.inner[: t * w.top_k]), routed)
         if self.divided:
             assert box is not None
             normed = self.normed[:t]

@@ -7,7 +7,7 @@ Two schedules, chosen by a tactic:
 Each has kernels of its own, `cute` and `grouped`: with one token an expert all depends on instructions per byte of weights, with
 several on products that serve all of them.
 Where the weights lie in stock's layout (`layout` "humming", described in `humming`), `packed` has the kernels of both schedules.
-All are deterministic: no atomics, one fixed order of summation for a number of entries.
+All are deterministic: no atomics, one fixed order of summation.
 
 Tensors (T padded tokens, L latent width, I expert width per rank, E experts, k chosen):
     w13 [E, 2 I, L/2] uint8, gate rows first;  s13 [E, 2 I, L/32] uint8;  w2 [E, L, I/2] uint8;  s2 [E, L, I/32] uint8:
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...reasons import Reason, Refusal
-from ..build import ACTIVATION, ARCHS, OUTPUT, SETTLED, STATE, STATIC, Compiled, KernelSpec, Param, Sym, get
+from ..build import ACTIVATION, ARCHS, OUTPUT, SETTLED, STATIC, Compiled, KernelSpec, Param, Sym, get
 from .layout import (
     GROUP,
     ROUND,
@@ -120,8 +120,7 @@ class PackedTactic:
     strip: row groups of every 64 rows that a w13 item takes, and where pairs are grouped tokens of an expert that are multiplied
     at a time; split: warps that share the columns of an item; flight: steps that each of them has under way at most; spread: a
     block takes every so many-th item, or neighbours; ahead: as for `Tactic`. below: row groups that a w2 block owns, and tokens
-    at a time; warps: of a w2 block; depth: steps that each of them has under way at most; blocks: of w2, to which the entries of
-    all strips are dealt evenly, or 0, one for each strip.
+    at a time; warps: of a w2 block; depth: steps that each of them has under way at most.
     """
 
     grouped: bool
@@ -133,12 +132,10 @@ class PackedTactic:
     below: int = 4
     warps: int = 16
     depth: int = 6
-    blocks: int = 0
 
     def __str__(self) -> str:
         w13 = f"p{self.strip}-s{self.split}-f{self.flight}{'' if self.spread else '-n'}-a{self.ahead}"
-        w2 = f"p{self.below}-w{self.warps}-d{self.depth}{f'-b{self.blocks}' if self.blocks else ''}"
-        return f"packed{'-grouped' if self.grouped else ''}-{w13}-{w2}"
+        return f"packed{'-grouped' if self.grouped else ''}-{w13}-p{self.below}-w{self.warps}-d{self.depth}"
 
 
 @dataclass(frozen=True)
@@ -202,11 +199,6 @@ class Plan:
     def __str__(self) -> str:
         return f"experts {self.config} {self.tactic}: {', '.join(spec.name for spec in self.specs)}"
 
-    def scratch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> (shape, dtype) of what the caller allocates once, as zeros, besides `hidden`."""
-        shared = [p for p in self.specs[1].params if p.name in ("partial", "signals")]
-        return {p.name: (tuple(n for n in p.shape if isinstance(n, int)), p.dtype) for p in shared}
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -228,13 +220,9 @@ class Routing:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Buffers between the kernels: `hidden` [T k, I], two-byte words; where the plan has them (`Plan.scratch_shapes`), `partial`
-    and `signals`, int32, zero at first and behind every launch.
-    """
+    """Buffer between the kernels: `hidden` [T k, I], two-byte words."""
 
     hidden: torch.Tensor
-    partial: torch.Tensor | None = None
-    signals: torch.Tensor | None = None
 
 
 def hidden_shift(config: Config) -> int:
@@ -329,9 +317,7 @@ def _fitted_packed(config: Config, tactic: PackedTactic) -> PackedTactic:
     flight = next((n for n in range(tactic.flight, 0, -1) if first(n).bytes(entries, SM_COUNT, rows * config.top_k) <= SHARED), 0)
     depth = next((n for n in range(tactic.depth, 0, -1) if second(n).bytes(rows, entries, rows * config.top_k) <= SHARED), 0)
     ahead = 0 if grouped else min(tactic.ahead, entries)
-    strips = second(depth).blocks(config.hidden)
-    blocks = min(tactic.blocks, 2 * strips - 1) if tactic.blocks > strips else 0  # of more some might have no entry
-    return replace(tactic, split=split, flight=flight, ahead=ahead, below=below, depth=depth, blocks=blocks)
+    return replace(tactic, split=split, flight=flight, ahead=ahead, below=below, depth=depth)
 
 
 PAIRS = Tactic(grouped=False)
@@ -368,7 +354,6 @@ PACKED_CUTS: tuple[dict[str, Any], ...] = (
     {"flight": 5},
     {"split": 14, "flight": 4},
     {"flight": 4, "warps": 8, "depth": 5},
-    {"blocks": SM_COUNT},
 )
 PACKED_GROUPED_CUTS: tuple[dict[str, Any], ...] = (
     {},
@@ -376,9 +361,6 @@ PACKED_GROUPED_CUTS: tuple[dict[str, Any], ...] = (
     {"warps": 12, "depth": 6},
     {"spread": True, "warps": 12, "depth": 6},
     {"split": 14, "flight": 3},
-    {"blocks": SM_COUNT},
-    {"warps": 12, "depth": 6, "blocks": SM_COUNT},
-    {"spread": True, "warps": 12, "depth": 6, "blocks": SM_COUNT},
 )
 
 
@@ -478,14 +460,11 @@ def specs_for(config: Config, tactic: Tactic | PackedTactic) -> tuple[KernelSpec
     if settles:
         chosen = [replace(param, access=SETTLED) for param in chosen]
     written, read = (Param("hidden", "bf16", (n, width), access) for access in (OUTPUT, ACTIVATION))
-    out = [Param("out", "bf16", (t, hidden), OUTPUT)]
-    if isinstance(tactic, PackedTactic) and tactic.blocks:
-        sums = _rows(config) * PackedSecond(width, tactic.below, tactic.warps, tactic.depth, tactic.grouped).height
-        out += [Param("partial", "f32", (tactic.blocks, sums), STATE), Param("signals", "i32", (tactic.blocks,), STATE)]
+    out = Param("out", "bf16", (t, hidden), OUTPUT)
     first += [z, *groups] if tactic.grouped else [*second, z, ids, num_tokens]
     return (
         replace(_spec(f"mxfp4_w13_{name}", w13, *first, written), settles=settles),
-        _spec(f"mxfp4_w2_{name}", w2, *second, read, *chosen, *out),
+        _spec(f"mxfp4_w2_{name}", w2, *second, read, *chosen, out),
     )
 
 
@@ -508,8 +487,7 @@ def _packed_configs(config: Config, tactic: PackedTactic) -> tuple[PackedConfig,
     w13 = replace(base, strip=tactic.strip, flight=tactic.flight, grid=SM_COUNT, split=tactic.split, spread=tactic.spread)
     w13 = replace(w13, ahead=tactic.ahead, beta=config.beta, linear_beta=config.linear_beta)
     w13 = replace(w13, rows=_rows(config)) if tactic.grouped else w13
-    w2 = replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps, grid=tactic.blocks)
-    return w13, w2
+    return w13, replace(base, strip=tactic.below, flight=tactic.depth, rows=_rows(config), warps=tactic.warps)
 
 
 def _spec(name: str, config: KernelConfig | PackedConfig, *params: Param) -> KernelSpec:
@@ -557,8 +535,7 @@ def run_w2(
     """out = weighted sum of w2 hidden over each token's experts."""
     r = routing
     where = (*_groups(r), r.weights) if plan.tactic.grouped else (r.ids, r.weights, r.num_tokens)
-    parts = [getattr(scratch, name) for name in plan.scratch_shapes()]
-    plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, *parts, stream=stream)
+    plan.kernels[1](weights.w2, weights.s2, scratch.hidden, *where, out, stream=stream)
 
 
 def _groups(routing: Routing) -> tuple[torch.Tensor | None, ...]:

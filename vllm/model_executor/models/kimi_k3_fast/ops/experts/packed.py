@@ -13,10 +13,6 @@ row of memory with even shares for all blocks, and many. Both chunks of a scale 
          weights come late holds nobody up.
     w2   a block owns a strip of the output for all tokens. Every warp multiplies its own entries and adds into its own fp32 sums
          in shared memory; at the end the warps' sums are added in order. No partial products in memory, no atomics.
-         Where strips are fewer than SMs (`grid`), the entries of all strips are put in line and dealt evenly, so a block has the
-         last entries of one strip and the first ones of the next. These come first: their sums go to memory, `partial`, with a
-         signal. Who has a strip's last entries adds up all parts of it, in order. It waits for blocks in front of it alone, which
-         have started before it, and it takes the signals back.
 
 An entry is a (token, slot) pair, or an expert with its pairs (`grouped`). Which expert is read is known only after the
 dependency wait, and all depends on bytes in flight. Every lane copies what it will read itself, `flight` steps ahead, through a
@@ -55,8 +51,6 @@ from .common import (
     store_half,
 )
 from .layout import GROUP, SETS, PackedFirst, PackedSecond, padded_columns, padded_rows
-
-PART_NS = 10_000_000_000  # the longest wait for another block's part of a strip
 
 # -- a lane ----------------------------------------
 
@@ -183,20 +177,14 @@ def _find_w13(c: Any, lane: tuple, share: tuple, table: tuple, index: Any) -> tu
     return codes, scales
 
 
-def _next(c: Any, places: tuple, index: Any, begin: Any, stride: int = 1) -> tuple[Any, Any]:
-    """The item, or entry, and the first pair of the pass behind this one. places: functions of an index, its first pair and the
-    one behind its last."""
+def _next(c: Any, table: tuple, index: Any, begin: Any, count: Any, stride: int = 1) -> tuple[Any, Any]:
+    """The item, or entry, and the first pair of the pass behind this one."""
     if not c.grouped:
         return index + stride, begin
-    starts, ends = places
-    over = begin + c.strip >= ends(index)
+    starts, ends = table[1:3]
+    over = begin + c.strip >= ends[cutlass.min(index, count - 1)]
     index = index + Int32(select_(over, Int32(stride), Int32(0)))
-    return index, Int32(select_(over, starts(index), begin + c.strip))
-
-
-def _items(table: tuple, count: Any) -> tuple:
-    """`places` of w13's items; behind the last they are the last's."""
-    return tuple(lambda index, column=column: column[cutlass.min(index, count - 1)] for column in table[1:3])
+    return index, Int32(select_(over, starts[cutlass.min(index, count - 1)], begin + c.strip))
 
 
 def _row(c: Any, table: tuple, count: Any, index: Any, begin: Any) -> Any:
@@ -306,7 +294,7 @@ def _stream_w13(
         _ask_tokens(c, z, _row(c, table, count, ahead, ahead_begin), token)
     for turn in cutlass.range_constexpr(c.flight):
         if cutlass.const_expr(turn > 0 and turn % layout.steps == 0):
-            ahead, ahead_begin = _next(c, _items(table, count), ahead, ahead_begin)
+            ahead, ahead_begin = _next(c, table, ahead, ahead_begin, count)
             codes_at, scales_at = _find_w13(c, own, share, table, ahead)
         _fetch_w13(c, (codes_at, scales_at), turn % layout.steps, ring + turn * layout.slot, ahead < count)
     acc = cute.make_rmem_tensor(16 * _columns(c), Float32)
@@ -326,7 +314,7 @@ def _stream_w13(
                 if begin != loaded:
                     _take_tokens(c, token, held, undo)
                     loaded = begin
-                following_index, following_begin = _next(c, _items(table, count), index, begin)
+                following_index, following_begin = _next(c, table, index, begin, count)
                 if following_begin != begin:
                     _ask_tokens(c, z, _row(c, table, count, following_index, following_begin), token)
             elif begin // c.top_k != loaded:
@@ -335,7 +323,7 @@ def _stream_w13(
             acc.fill(0.0)
             for step in cutlass.range_constexpr(layout.steps):
                 if cutlass.const_expr((step + c.flight) % layout.steps == 0):
-                    ahead, ahead_begin = _next(c, _items(table, count), ahead, ahead_begin)
+                    ahead, ahead_begin = _next(c, table, ahead, ahead_begin, count)
                     codes_at, scales_at = _find_w13(c, own, share, table, ahead)
                 free = Int32(select_(slot == 0, Int32(c.flight), slot - 1))  # what the last step has read
                 at = (codes_at, scales_at)
@@ -507,45 +495,16 @@ def _w13_packed_grouped(
 # -- w2 ----------------------------------------
 
 
-def _share_w2(c: Any, entries: Any) -> tuple[Any, Any, Any, Any]:
-    """What a block has of the line: a strip, the first of its entries, how many entries of the strip behind it, and how many in
-    all. An index counts from the first of the strip behind. With no entry at all strips are dealt as with one."""
-    block, _, _ = cute.arch.block_idx()
-    if not c.grid:
-        return Int32(block), Int32(0), Int32(0), Int32(entries)
-    each = cutlass.max(entries, 1)
-    line = each * _second(c).blocks(c.hidden)
-    begin, end = block * line // c.grid, (block + 1) * line // c.grid
-    first = begin % each
-    return begin // each, first, cutlass.max(end - begin - (each - first), 0), end - begin
-
-
-def _entry(c: Any, share: tuple, index: Any) -> Any:
-    """At an index; behind the last: the last."""
-    _, first, behind, count = share
-    index = cutlass.min(index, count - 1)
-    return Int32(select_(index < behind, index, first + index - behind)) if c.grid else index
-
-
-def _entries(c: Any, table: tuple, share: tuple) -> tuple:
-    """`places` of w2's entries."""
-    return tuple(lambda index, column=column: column[_entry(c, share, index)] for column in table[1:3])
-
-
-def _find_w2(c: Any, lane: tuple, table: tuple, share: tuple, index: Any, begin: Any) -> tuple[Any, Any, Any]:
-    """Addresses of this lane's codes, scales and hidden values of the first step of a pass."""
-    entry = _entry(c, share, index)
+def _find_w2(c: Any, lane: tuple, table: tuple, entry: Any, begin: Any, entries: Any) -> tuple[Any, Any, Any]:
+    """Addresses of this lane's codes, scales and hidden values of the first step of a pass; behind the last: of the last."""
+    entry = cutlass.min(entry, entries - 1)
     size = padded_columns(c.pitch) * c.hidden
     expert, pair = Int64(table[0][entry]), entry
     if c.grouped:
         _, member, _, _ = _place(c)
         last = cutlass.max(table[2][entry] - 1, 0)
         pair = table[3][cutlass.min(begin + member, last)]
-    codes, scales = lane[0] + expert * (size // 2), lane[1] + expert * (size // GROUP)
-    if c.grid:
-        strips = Int64(select_(index < share[2], Int32(8 * c.strip), Int32(0)))
-        codes, scales = codes + strips * 8, scales + strips
-    return codes, scales, lane[2] + Int64(pair) * (2 * c.width)
+    return lane[0] + expert * (size // 2), lane[1] + expert * (size // GROUP), lane[2] + Int64(pair) * (2 * c.width)
 
 
 def _fetch_weights(c: Any, at: tuple[Any, Any, Any], step: int, slot: Any, wanted: Any) -> None:
@@ -563,21 +522,21 @@ def _fetch_hidden(c: Any, at: tuple[Any, Any, Any], step: int, slot: Any, wanted
     stream_async(slot + 1024 + cute.arch.lane_idx() * 16, source, wanted)
 
 
-def _fetch_first(c: Any, own: tuple, table: tuple, share: tuple, ring: Any, fetch: Any) -> tuple:
-    """`fetch` for the first `flight` steps of this warp, a group of copies each, even where nothing is wanted. Returns the index,
-    first pair and three addresses of the last of them."""
-    layout, places = _second(c), _entries(c, table, share)
+def _fetch_first(c: Any, own: tuple, table: tuple, entries: Any, ring: Any, fetch: Any) -> tuple[Any, Any, tuple]:
+    """`fetch` for the first `flight` steps of this warp, a group of copies each, even where nothing is wanted. Returns the entry,
+    first pair and addresses of the last of them."""
+    layout = _second(c)
     ahead, begin = Int32(cute.arch.warp_idx()), Int32(0)
     if c.grouped:
-        begin = Int32(places[0](ahead))
-    at = _find_w2(c, own, table, share, ahead, begin)
+        begin = Int32(table[1][ahead])
+    at = _find_w2(c, own, table, ahead, begin, entries)
     for turn in range(c.flight):
         if turn > 0 and turn % layout.steps == 0:
-            ahead, begin = _next(c, places, ahead, begin, c.warps)
-            at = _find_w2(c, own, table, share, ahead, begin)
-        fetch(c, at, turn % layout.steps, ring + turn * layout.slot, ahead < share[3])
+            ahead, begin = _next(c, table, ahead, begin, entries, c.warps)
+            at = _find_w2(c, own, table, ahead, begin, entries)
+        fetch(c, at, turn % layout.steps, ring + turn * layout.slot, ahead < entries)
         cute.arch.cp_async_commit_group()
-    return ahead, begin, *at
+    return ahead, begin, at
 
 
 @cute.jit
@@ -600,146 +559,72 @@ def _add(c: cutlass.Constexpr, acc: Any, table: Any, begin: Any, end: Any, sums:
                 store_shared(place + four * 16, [value.bitcast(Uint32) for value in new])
 
 
-def _own_w2(c: Any, weights: tuple, hidden: Any, strip: Any) -> tuple[Any, Any, Any]:
+def _own_w2(c: Any, codes: Any, scales: Any, hidden: Any) -> tuple[Any, Any, Any]:
     """Addresses of this lane's codes, scales and hidden values of expert and pair 0."""
+    layout = _second(c)
+    block, _, _ = cute.arch.block_idx()
     piece, member, quad, _ = _place(c)
-    row = strip * c.strip + member  # of eight rows
-    codes, scales = (tensor.iterator.toint() for tensor in weights)
+    row, group = block % layout.pieces * c.strip + member, block // layout.pieces  # of eight; of the groups of 64 rows
     return (
-        codes + Int64(piece * (c.hidden * 16) + row * 64 + quad * 16),
-        scales + Int64(piece * c.hidden + row * 8),
+        codes.iterator.toint() + Int64(piece * (c.hidden * 16) + group * 512 + row * 64 + quad * 16),
+        scales.iterator.toint() + Int64(piece * c.hidden + group * 64 + row * 8),
         hidden + Int64(piece * (2 * GROUP) + quad * 16),
     )
 
 
 @cute.jit
-def _begin_w2(c: cutlass.Constexpr, weights: Any, table: Any, share: Any, ring: Any):
+def _begin_w2(c: cutlass.Constexpr, codes: Any, scales: Any, table: Any, entries: Any, ring: Any):
     """One warp: its first weights, which only settled tensors name. At least one entry is its own."""
-    _fetch_first(c, _own_w2(c, weights, Int64(0), share[0]), table, share, ring, _fetch_weights)
+    _fetch_first(c, _own_w2(c, codes, scales, Int64(0)), table, entries, ring, _fetch_weights)
 
 
 @cute.jit
-def _stream_w2(c: cutlass.Constexpr, own: Any, table: Any, share: Any, index: Any, end: Any, ring: Any, sums: Any, state: Any):
-    """One warp: every c.warps-th entry from `index` on, in front of `end`. Its first steps' weights are under way, in groups of
-    their own, and their hidden values in as many: the number of groups behind a step's last is `flight` from the first step on.
-    state: index, first pair and addresses of what was fetched last, and the slot that is read next; returned as it is then."""
-    layout, places = _second(c), _entries(c, table, share)
-    lane = cute.arch.lane_idx()
-    ahead, ahead_begin, codes_at, scales_at, hidden_at, slot = state
+def _stream_w2(c: cutlass.Constexpr, codes: Any, scales: Any, hidden: Any, table: Any, entries: Any, ring: Any, sums: Any):
+    """One warp: every c.warps-th entry. At least one is its own. Its first steps' weights are under way, in groups of their own,
+    and their hidden values follow in as many: the number of groups behind a step's last is `flight` from the first step on."""
+    layout = _second(c)
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    own = _own_w2(c, codes, scales, hidden.iterator.toint())
+    ahead, ahead_begin, at = _fetch_first(c, own, table, entries, ring, _fetch_hidden)
+    codes_at, scales_at, hidden_at = at
     acc = cute.make_rmem_tensor(8 * _columns(c), Float32)
-    for number in range(index, end, c.warps):
-        start = Int32(_entry(c, share, number))
-        stop = start + 1
+    slot = Int32(0)
+    for entry in range(warp, entries, c.warps):
+        start, end = Int32(entry), Int32(entry + 1)
         if cutlass.const_expr(c.grouped):
-            start, stop = Int32(places[0](number)), Int32(places[1](number))
-        for begin in range(start, stop, c.strip if c.grouped else 1):
+            start, end = Int32(table[1][entry]), Int32(table[2][entry])
+        for begin in range(start, end, c.strip if c.grouped else 1):
             acc.fill(0.0)
             for step in cutlass.range_constexpr(layout.steps):
                 if cutlass.const_expr((step + c.flight) % layout.steps == 0):
-                    ahead, ahead_begin = _next(c, places, ahead, ahead_begin, c.warps)
-                    codes_at, scales_at, hidden_at = _find_w2(c, own, table, share, ahead, ahead_begin)
+                    ahead, ahead_begin = _next(c, table, ahead, ahead_begin, entries, c.warps)
+                    codes_at, scales_at, hidden_at = _find_w2(c, own, table, ahead, ahead_begin, entries)
                 free = Int32(select_(slot == 0, Int32(c.flight), slot - 1))  # what the last step has read
                 at = (codes_at, scales_at, hidden_at)
                 for fetch in (_fetch_weights, _fetch_hidden):
-                    fetch(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < share[3])
+                    fetch(c, at, (step + c.flight) % layout.steps, ring + free * layout.slot, ahead < entries)
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(c.flight)
                 now = ring + slot * layout.slot + lane * 16
                 _product(c, acc, 0, now, ring + slot * layout.slot + 1536 + lane * 8, list(load_shared(now + 1024)))
                 slot = Int32(select_(slot == c.flight, Int32(0), slot + 1))
             _gather(c, acc, 8 * _columns(c))
-            _add(c, acc, table, begin, stop, sums)
-    return ahead, ahead_begin, codes_at, scales_at, hidden_at, slot
-
-
-def _over_warps(c: Any, sums: Any, place: Any) -> Any:
-    """One sum of a block: those of its warps, in order."""
-    total = Float32(0.0)
-    for warp in range(c.warps):
-        total = total + sums[warp * (c.rows * _second(c).height) + place]
-    return total
-
-
-def _output(c: Any, index: Any) -> tuple[Any, Any, Any]:
-    """Of a block's outputs, dealt so that threads write in line: the token, the row in the strip's 64, where its sum is."""
-    token, m, member = index // _second(c).height, index % _second(c).height // c.strip, index % c.strip
-    return token, 8 * m + member, (token * c.strip + member) * 8 + m
-
-
-def _base(c: Any, strip: Any) -> Any:
-    """The first row of a strip."""
-    layout = _second(c)
-    return strip // layout.pieces * 64 + strip % layout.pieces * c.strip
+            _add(c, acc, table, begin, end, sums)
 
 
 @cute.jit
 def _write_sums(c: cutlass.Constexpr, sums: Any, out: Any):
     """Add the warps' sums in order and store them in bf16. Padded rows have nothing in them and come out as zero."""
-    thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    for index in cutlass.range(thread, out.shape[0] * _second(c).height, 32 * c.warps, unroll=1):
-        token, row, place = _output(c, index)
-        out[token, _base(c, block) + row] = _over_warps(c, sums, place).to(BFloat16)
-
-
-@cute.jit
-def _leave_part(c: cutlass.Constexpr, sums: Any, out: Any, partial: Any, signals: Any):
-    """The sums of a strip of which another block has the last entries go to memory; they are zero then."""
-    thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    size = cutlass.const_expr(c.rows * _second(c).height)
-    cute.arch.sync_threads()
-    for place in cutlass.range(thread, out.shape[0] * _second(c).height, 32 * c.warps, unroll=1):
-        partial[block, place] = _over_warps(c, sums, place)
-        for warp in cutlass.range_constexpr(c.warps):
-            sums[warp * size + place] = Float32(0.0)
-    cute.arch.sync_threads()
-    if thread == 32 * c.warps - 1:  # its warp has no more entries than any other
-        inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[signals.iterator + block, Int32(1)])
-
-
-@cute.jit
-def _take_signal(signal: Any):
-    """Wait until it is set and take it back. A block that does not end within `PART_NS` has been lost with its GPU: stop."""
-    start = cute.arch.globaltimer()
-    seen = Int32(0)
-    while seen == 0:
-        load = "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];"
-        seen = inline_ptx(load, write_only_types=[Int32], read_only_args=[signal])
-        if (seen == 0) & (cute.arch.globaltimer() - start > PART_NS):
-            inline_ptx("trap;")
-    inline_ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[signal, Int32(0)])
-
-
-@cute.jit
-def _add_parts(c: cutlass.Constexpr, share: Any, entries: Any, sums: Any, out: Any, partial: Any, signals: Any):
-    """As `_write_sums`, of a strip whose first entries other blocks have: their parts first, in order."""
     layout = _second(c)
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    threads = cutlass.const_expr(32 * c.warps)
-    each = cutlass.max(entries, 1)
-    # The last block that begins in front of the strip's second entry has its first one.
-    earliest = ((share[0] * each + 1) * c.grid - 1) // (each * layout.blocks(c.hidden))
-    if thread == threads - 1:
-        for other in cutlass.range(earliest, block, unroll=1):
-            _take_signal(signals.iterator + other)
-    cute.arch.sync_threads()
-    turns = cutlass.const_expr(-(-c.rows * layout.height // threads))
-    indices = [cutlass.min(thread + turn * threads, c.rows * layout.height - 1) for turn in range(turns)]
-    places = [_output(c, index)[2] for index in indices]
-    parts = cute.make_rmem_tensor(turns, Float32)
-    parts.fill(0.0)
-    for other in cutlass.range(earliest, block, unroll=1):
-        load = "ld.relaxed.gpu.global.f32 {$w0}, [{$r0}];"
-        row = partial.iterator + other * partial.shape[1]
-        words = [inline_ptx(load, write_only_types=[Float32], read_only_args=[row + place]) for place in places]
-        for turn in cutlass.range_constexpr(turns):
-            parts[turn] = parts[turn] + words[turn]
-    for turn in cutlass.range_constexpr(turns):
-        token, row, place = _output(c, indices[turn])
-        if thread + turn * threads < out.shape[0] * layout.height:
-            out[token, _base(c, share[0]) + row] = (parts[turn] + _over_warps(c, sums, place)).to(BFloat16)
+    base = block // layout.pieces * 64 + block % layout.pieces * c.strip
+    for place in cutlass.range(thread, out.shape[0] * layout.height, 32 * c.warps, unroll=1):
+        token, m, member = place // layout.height, place % layout.height // c.strip, place % c.strip
+        total = Float32(0.0)
+        for warp in cutlass.range_constexpr(c.warps):
+            total = total + sums[warp * (c.rows * layout.height) + (token * c.strip + member) * 8 + m]
+        out[token, base + 8 * m + member] = total.to(BFloat16)
 
 
 def _memory_w2(c: Any) -> tuple:
@@ -759,51 +644,13 @@ def _memory_w2(c: Any) -> tuple:
 
 
 @cute.jit
-def _w2(c: cutlass.Constexpr, own: Any, table: Any, entries: Any, share: Any, out: Any, parts: Any, ring: Any, sums: Any):
-    """Behind the wait. own: this lane's addresses. parts: partial sums and signals, where entries are dealt."""
-    warp = cute.arch.warp_idx()
-    mine = sums.iterator.toint() + warp * (c.rows * _second(c).height * 4)
-    if cutlass.const_expr(c.grid > 0):
-        _w2_dealt(c, own, table, entries, share, out, parts, ring, sums, mine)
-    else:
-        if warp < entries:
-            state = (*_fetch_first(c, own, table, share, ring, _fetch_hidden), Int32(0))
-            _stream_w2(c, own, table, share, Int32(warp), entries, ring, mine, state)
-        cute.arch.sync_threads()
-        _write_sums(c, sums, out)
-
-
-@cute.jit
-def _w2_dealt(
-    c: cutlass.Constexpr,
-    own: Any,
-    table: Any,
-    entries: Any,
-    share: Any,
-    out: Any,
-    parts: Any,
-    ring: Any,
-    sums: Any,
-    mine: Any,
-):
-    """The first entries of the strip behind, then the last ones of the own strip."""
-    _, first, behind, count = share
-    count = Int32(select_(entries > 0, count, Int32(0)))
-    last = first + share[3] - behind == cutlass.max(entries, 1)  # has the strip's last entry
-    index = Int32(cute.arch.warp_idx())
-    ahead, begin, slot = Int32(index), Int32(0), Int32(0)
-    codes, scales, hidden = own
-    if index < count:
-        ahead, begin, codes, scales, hidden = _fetch_first(c, own, table, share, ring, _fetch_hidden)
-    for part in cutlass.range(2, unroll=1):
-        end = cutlass.min(Int32(select_(part == 0, behind, share[3])), count)
-        state = (ahead, begin, codes, scales, hidden, slot)
-        ahead, begin, codes, scales, hidden, slot = _stream_w2(c, own, table, share, index, end, ring, mine, state)
-        index = index + (cutlass.max(end - index, 0) + (c.warps - 1)) // c.warps * c.warps
-        if ((part == 0) & (behind > 0)) | ((part == 1) & (share[3] > 0) & (not last)):
-            _leave_part(c, sums, out, *parts)
-    if last:
-        _add_parts(c, share, entries, sums, out, *parts)
+def _w2(c: cutlass.Constexpr, weights: Any, hidden: Any, table: Any, entries: Any, out: Any, ring: Any, sums: Any):
+    """Behind the wait."""
+    own = sums.iterator.toint() + cute.arch.warp_idx() * (c.rows * _second(c).height * 4)
+    if cute.arch.warp_idx() < entries:
+        _stream_w2(c, *weights, hidden, table, entries, ring, own)
+    cute.arch.sync_threads()
+    _write_sums(c, sums, out)
 
 
 @cute.kernel
@@ -815,10 +662,8 @@ def _w2_packed(
     weights: Settled,
     num_tokens: Settled,
     out: Output,
-    parts: tuple[Dynamic, ...],
     c: cutlass.Constexpr,
 ):
-    """parts: partial sums and signals, or nothing."""
     release_dependents()
     ring, table, sums = _memory_w2(c)
     list_pairs(c, ids.early(), weights.early(), table)
@@ -827,13 +672,11 @@ def _w2_packed(
         table[0][place] = num_tokens.early()[0]
     cute.arch.sync_threads()
     entries = table[0][place] * c.top_k
-    share = _share_w2(c, entries)
     static = (codes.early(), scales.early())
-    if (cute.arch.warp_idx() < share[3]) & (entries > 0):
-        _begin_w2(c, static, table, share, ring)
+    if cute.arch.warp_idx() < entries:
+        _begin_w2(c, *static, table, entries, ring)
     token = dependency_wait()
-    own = _own_w2(c, static, hidden.after(token).iterator.toint(), share[0])
-    _w2(c, own, table, entries, share, out.after(token), [t.after(token) for t in parts], ring, sums)
+    _w2(c, static, hidden.after(token), table, entries, out.after(token), ring, sums)
 
 
 @cute.kernel
@@ -847,22 +690,18 @@ def _w2_packed_grouped(
     num_active: Settled,
     weights: Settled,
     out: Output,
-    parts: tuple[Dynamic, ...],
     c: cutlass.Constexpr,
 ):
-    """parts: as above."""
     release_dependents()
     ring, table, sums = _memory_w2(c)
     entries = num_active.early()[0]
     list_groups(c, (offsets.early(), pairs.early(), active.early()), weights.early(), entries, table)
     cute.arch.sync_threads()
-    share = _share_w2(c, entries)
     static = (codes.early(), scales.early())
-    if (cute.arch.warp_idx() < share[3]) & (entries > 0):
-        _begin_w2(c, static, table, share, ring)
+    if cute.arch.warp_idx() < entries:
+        _begin_w2(c, *static, table, entries, ring)
     token = dependency_wait()
-    own = _own_w2(c, static, hidden.after(token).iterator.toint(), share[0])
-    _w2(c, own, table, entries, share, out.after(token), [t.after(token) for t in parts], ring, sums)
+    _w2(c, static, hidden.after(token), table, entries, out.after(token), ring, sums)
 
 
 # -- entries ----------------------------------------
@@ -874,11 +713,10 @@ def mxfp4_w13_packed(config, codes, scales, next_codes, next_scales, z, ids, num
     launch(kernel, config.grid, config.split, stream)
 
 
-def mxfp4_w2_packed(config, codes, scales, hidden, ids, weights, num_tokens, out, *rest):
+def mxfp4_w2_packed(config, codes, scales, hidden, ids, weights, num_tokens, out, stream):
     """See the module head."""
-    *parts, stream = rest
-    kernel = _w2_packed(codes, scales, hidden, ids, weights, num_tokens, out, tuple(parts), config)
-    launch(kernel, config.grid or _second(config).blocks(config.hidden), config.warps, stream)
+    kernel = _w2_packed(codes, scales, hidden, ids, weights, num_tokens, out, config)
+    launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
 
 
 def mxfp4_w13_packed_grouped(config, codes, scales, z, offsets, pairs, active, num_active, hidden, stream):
@@ -887,9 +725,7 @@ def mxfp4_w13_packed_grouped(config, codes, scales, z, offsets, pairs, active, n
     launch(kernel, config.grid, config.split, stream)
 
 
-def mxfp4_w2_packed_grouped(config, codes, scales, hidden, offsets, pairs, active, num_active, weights, out, *rest):
+def mxfp4_w2_packed_grouped(config, codes, scales, hidden, offsets, pairs, active, num_active, weights, out, stream):
     """See the module head."""
-    *parts, stream = rest
-    groups = (offsets, pairs, active, num_active)
-    kernel = _w2_packed_grouped(codes, scales, hidden, *groups, weights, out, tuple(parts), config)
-    launch(kernel, config.grid or _second(config).blocks(config.hidden), config.warps, stream)
+    kernel = _w2_packed_grouped(codes, scales, hidden, offsets, pairs, active, num_active, weights, out, config)
+    launch(kernel, _second(config).blocks(config.hidden), config.warps, stream)
