@@ -25,7 +25,7 @@ PLAIN = Tactic(groups=2, splits=2, k_warps=4, tiles=3)
 STREAMED = Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=3)
 PAIRS = experts.PackedTactic(grouped=False, strip=4, split=2, flight=2, ahead=0)
 GROUPS = experts.PackedTactic(grouped=True, strip=4, split=4, flight=2, spread=False)
-SYNCHRONISES = ("bar.", "barrier.", "mbarrier.try_wait", "mbarrier.arrive", "cp.async.wait_group")
+SYNCHRONISES = ("bar.", "barrier.", "mbarrier.try_wait", "mbarrier.arrive", "cp.async.wait_group", "cp.async.mbarrier.arrive")
 
 
 def mixed() -> tuple[build.KernelSpec, dict[str, Any]]:
@@ -58,6 +58,7 @@ LAST_SUMS = {"bar.warp.sync": 1, "mbarrier.arrive.shared.b64": 1}
 CASES: dict[str, tuple[Callable[[], Any], int, int, dict[str, int]]] = {
     "attn_res": (mixed, 6, 2, {}),
     "ring": (lambda: multiplied(RING, 9), 4, 2, {"bar.warp.sync": 3}),
+    "ring, tokens by lanes": (lambda: multiplied(replace(RING, by_lanes=True), 9), 4, 2, {"bar.warp.sync": 3}),
     "plain": (lambda: multiplied(PLAIN, 9), 4, 2, {}),
     "streamed": (lambda: multiplied(STREAMED, 17), 4, 2, {}),
     "experts": (lambda: first_product(PAIRS, 2, 6), 1, 1, LAST_SUMS),

@@ -5,7 +5,7 @@ bind the SM; a ring of 100 to 200 KB a block is 13 to 26 MB on the card. It is f
 kernels in front run beside it, and refilled without a pause by warps that do nothing else:
 
     fetchers   copy rows, `chunk` columns of each, as far ahead as the ring has free stages. Weights go first; the activation's
-               part of the stages that were filled early follows behind the wait
+               part of the stages that were filled early follows behind the wait, a row at a time or 16 bytes a lane (`by_lanes`)
     the others multiply: every k_warps-th unit of 64 columns, `tiles` tiles of 16 rows, straight from shared memory
 
 A stage is `height` rows of the matrix, the tokens, and with a norm its weight. Rows lie an odd multiple of 64 bytes apart, so the
