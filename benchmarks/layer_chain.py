@@ -139,8 +139,9 @@ def cut(name: str, config: Any, text: str, arch: str) -> Any:
     whole = {"whole": TILE} if name == "front" else {}
     rows = sum(config.rows) if name == "front" else config.rows
     tactic = ring_tactic(rows, config.shape.columns, config.tokens, **options, **whole)
-    tactic = replace(tactic, passing=bool(sizes.get("e")), k_warps=sizes.get("k", tactic.k_warps), pace=sizes.get("p", 0))
-    found = replace(config, tactic=replace(tactic, by_lanes=bool(sizes.get("l"))))
+    flags = {"passing": bool(sizes.get("e")), "by_lanes": bool(sizes.get("l"))}
+    tactic = replace(tactic, **flags, k_warps=sizes.get("k", tactic.k_warps), pace=sizes.get("p", 0))
+    found = replace(config, tactic=tactic)
     refusal = OPS[name].unavailable_reason(found, arch)
     if refusal:
         print(f"no {text!r} for {config}: {refusal}", flush=True)

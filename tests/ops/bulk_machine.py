@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ptx_machine
-from ptx_machine import BASE, LANE, LANES, POLL, Array, Launch, Step, Warp
+from ptx_machine import BASE, LANE, LANES, POLL, Array, Launch, Step, Warp, land
 
 
 class BulkLaunch(Launch):
@@ -34,10 +34,7 @@ class BulkLaunch(Launch):
             def arrive(warp: Warp, mask: Array) -> None:
                 for lane in np.flatnonzero(mask):
                     who = warp.threads[lane : lane + 1]
-                    barrier = warp.block.barrier(int(where(warp)[lane]), who, text)
-                    barrier.tell(warp.clocks.release(who))
-                    barrier.missing -= 1
-                    barrier.settle()
+                    warp.block.barrier(int(where(warp)[lane]), who, text).arrive(warp.clocks.release(who))
 
             return arrive
         if name in ("bar.sync", "barrier.sync") and len(operands) == 2:
@@ -98,13 +95,9 @@ class BulkLaunch(Launch):
 
     def _land(self, warp: Warp, at: int) -> None:
         for copies, told in vars(warp.block).get("arrivals", {}).pop(at, []):
-            for to, source, size, count, _ in copies:
-                warp.block.shared[to : to + size] = 0
-                warp.block.shared[to : to + count] = self.memory.bytes[source : source + count]
-            barrier = warp.block.barriers[at]
-            barrier.missing -= 1
-            barrier.tell(told)
-            barrier.settle()
+            for copy in copies:
+                land(warp.block, self.memory.bytes, copy)
+            warp.block.barriers[at].arrive(told)
         waiting = vars(warp.block).get("copies", {}).get(at, [])
         while waiting:
             barrier = warp.block.barriers[at]

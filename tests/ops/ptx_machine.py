@@ -129,6 +129,12 @@ class Barrier:
     def tell(self, known: Array) -> None:
         self.told = np.maximum(self.told, known)
 
+    def arrive(self, known: Array) -> None:
+        """One of the arrivals that the phase needs, by who knows so much."""
+        self.tell(known)
+        self.missing -= 1
+        self.settle()
+
     def settle(self) -> None:
         if self.missing == 0 and self.bytes == 0:
             self.phase, self.missing, self.over = self.phase + 1, self.count, self.told
@@ -858,9 +864,7 @@ class Launch:
                     who = warp.threads[lane : lane + 1]
                     barrier = warp.block.barrier(int(where(warp)[lane]), who, text)
                     barrier.bytes += int(np.broadcast_to(count(warp), LANES)[lane])
-                    barrier.tell(warp.clocks.release(who))
-                    barrier.missing -= 1
-                    barrier.settle()
+                    barrier.arrive(warp.clocks.release(who))
 
             return expect
         if name.startswith("mbarrier.try_wait.parity"):
@@ -912,10 +916,16 @@ def _wait_group(warp: Warp, mask: Array, left: int) -> None:
     for lane in np.flatnonzero(mask):
         groups = warp.closed[lane]
         while len(groups) > left:
-            for to, source, size, count, number in groups.pop(0).copies:
-                warp.clocks.landed(int(warp.threads[lane]), number)
-                warp.block.shared[to : to + size] = 0
-                warp.block.shared[to : to + count] = memory[source : source + count]
+            for copy in groups.pop(0).copies:
+                warp.clocks.landed(int(warp.threads[lane]), copy[-1])
+                land(warp.block, memory, copy)
+
+
+def land(block: Block, memory: Array, copy: tuple[Any, ...]) -> None:
+    """Carry out a thread's asynchronous copy: what is not taken from memory becomes zero."""
+    to, source, size, count, _ = copy
+    block.shared[to : to + size] = 0
+    block.shared[to : to + count] = memory[source : source + count]
 
 
 def _parameter(param: Any, value: Any, memory: Memory) -> bytes:

@@ -35,7 +35,8 @@ SMALL = [
         17, 96, 448, 192, tactic=Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1)
     ),
 ]
-SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, passing=True, pace=20, by_lanes=True))]
+SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, passing=True, pace=20))]
+SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, by_lanes=True))]
 LIBRARYS = [
     op.Config(5, 80, 320, 64, tactic=LIBRARY),  # a warp of the norm in part
     op.Config(64, 80, 64, 128),

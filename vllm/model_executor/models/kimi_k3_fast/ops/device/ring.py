@@ -295,7 +295,7 @@ def _prepare(block: Any):
     """Barriers, then the weights of the first stages: nothing here waits for another kernel."""
     stages = cutlass.const_expr(block.tactic.stages)
     if block.thread < 2 * stages:
-        arrivals = Int32(block.tactic.fetchers * (33 if cutlass.const_expr(block.tactic.by_lanes) else 1))
+        arrivals = Int32(block.tactic.fetchers * (1 + 32 * block.tactic.by_lanes))  # once a warp, and a lane by its copies
         if block.thread >= stages:
             arrivals = Int32(block.consumers)
         cute.arch.mbarrier_init(block.full + block.thread, arrivals)
@@ -331,11 +331,10 @@ def _pace(block: Any, chunk: Any, began: Any, due: Any):
 def _copy_by_lanes(block: Any, base: Any, pitch: Any, size: Any, stage: Any):
     """A chunk of the tokens to its stage: a fetching warp takes every `fetchers`-th token. Each lane arrives when its own copies
     have landed."""
-    first = cutlass.const_expr(block.shape.height)
     limit = opaque(Int32(size))  # a predicate must be a register, whatever is known about it
     for token in cutlass.range(block.warp - block.consumers, block.shape.tokens, block.tactic.fetchers, unroll=2):
         source = base + Int64(token) * Int64(pitch)
-        target = Ring._target(block, stage, first + token)
+        target = Ring._target(block, stage, block.shape.height + token)
         for turn in cutlass.range_constexpr(ceil_div(block.tactic.chunk, 256)):
             piece = block.lane + turn * 32
             copy_async(target + piece * 8, source + Int64(piece * 16), Int32(16), piece * 16 < limit)
