@@ -1,28 +1,44 @@
 """compute-sanitizer over the operators' small GPU tests: memory errors, races in shared memory, misused barriers.
 
-    python benchmarks/sanitize.py [--tool memcheck racecheck synccheck initcheck] [--ops kda mla] [--log FOLDER]
+    python benchmarks/sanitize.py [--tool memcheck racecheck synccheck initcheck] [--ops kda mla] [--jobs 4] [--json OUT]
 
-The tool comes from NVIDIA's package `nvidia-cuda-sanitizer-api` (13.0.x beside CUDA 13.0) or the PATH. The tests run once without
-it, so that every kernel is compiled, then once for each tool, which looks at this project's kernels alone. For memcheck PyTorch's
-caching allocator is off: each tensor is an allocation of its own, and one byte past its end is an error. Ends with the number of
-operators in which something was found or failed.
+The tool comes from NVIDIA's package `nvidia-cuda-sanitizer-api` or from the PATH: 13.4 or later, as 13.0 to 13.3 lack the program
+that starts the tests. The tests run once without it, so that every kernel is compiled, then once for each tool, which looks at
+this project's kernels alone. For memcheck PyTorch's caching allocator is off: each tensor is an allocation of its own, and one
+byte past its end is an error. First of all each tool must find the faults of a kernel that has them (`careless`). Ends with the
+number of runs in which something was found, failed or did not end in time.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from cutlass.cute.runtime import from_dlpack
+from cutlass.memory import SmemAllocator
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.timing import provenance  # noqa: E402
 from vllm.model_executor.models.kimi_k3_fast.ops.build import tool as find_tool  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FOUND = 9  # exit status of the tool when it has found something
+SAID = r"(ERROR|RACECHECK) SUMMARY|Internal Sanitizer Error|\d+ (passed|failed)"
 SELECTIONS = {  # op -> pytest's -k: every kernel, at small shapes, without graphs (whose capture wants the caching allocator)
     "attn_res": "error_is_within and not 7168 or sources_that_cancel",
     "kda": "null_slots or denormal or state_keeps",
@@ -31,45 +47,101 @@ SELECTIONS = {  # op -> pytest's -k: every kernel, at small shapes, without grap
     "moe_front": "error_is_within and not 7168 or ties",
     "moe_tail": "error_is_within and not 7168",
     "experts": "gpu_padded_rows or gpu_extreme_scales",
-    "oproj": "numbers_over_many_epochs",
     "prefetch": "changes_no_byte and not 7168",
+    "oproj": "numbers_over_many_epochs",  # here and below ranks run as streams of one GPU
+    "posted": "numbers_over_many_epochs",
+    "topk": "ranks_choose_as_one",
 }
 
 
+@cute.kernel
+def _kernel(out: cute.Tensor) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    shared = SmemAllocator().allocate_tensor(Int32, cute.make_layout(64), byte_alignment=16)
+    shared[thread] = Int32(thread)
+    out[thread + 64] = shared[(thread + 32) % 64]
+
+
+@cute.jit
+def _launch(out: cute.Tensor) -> None:
+    _kernel(out).launch(grid=[1, 1, 1], block=[64, 1, 1])
+
+
+def careless() -> None:
+    """The control: a kernel that reads what another warp writes behind no barrier, and writes past the end of its tensor."""
+    out = torch.zeros(64, dtype=torch.int32, device="cuda")
+    _launch(from_dlpack(out))
+    torch.cuda.synchronize()
+
+
 def command(op: str) -> list[str]:
+    if op == "careless":
+        return [sys.executable, __file__, "--careless"]
     return [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", f"tests/ops/test_{op}.py", "-k", SELECTIONS[op]]
 
 
-def run(op: str, tool: str | None, log: Path | None) -> bool:
-    """One op's tests, under a tool or plain. Says how it went; whether all is well."""
+def run(op: str, tool: str | None, limit: float, log: Path | None) -> dict[str, Any]:
+    """One op's tests, under a tool or plain: how it ended (`exit` is null where `limit` seconds were not enough), what was said,
+    and whether all is well."""
     line, environment = command(op), dict(os.environ)
     if tool:
-        checker = [find_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+        checker = [find_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
         checker += ["--report-api-errors", "no"]  # the driver is asked for symbols of other releases, and says no
         line = [*checker, "--kernel-name", "kernel_substring=cutlass", *line]
     if tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     start = time.monotonic()
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-    output = done.stdout + done.stderr
-    verdict = [
-        text for text in output.splitlines() if "ERROR SUMMARY" in text or "RACECHECK SUMMARY" in text or " passed" in text
-    ]
-    print(f"{op:<11} {tool or 'plain':<10} {done.returncode} {time.monotonic() - start:5.0f} s  {'; '.join(verdict)}", flush=True)
-    if done.returncode:
-        print(output[-3000:], flush=True)
-    if log and tool:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **streams)
+    killer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+    killer.start()
+    output, _ = process.communicate()
+    status = process.returncode if killer.is_alive() else None
+    killer.cancel()
+    if log:
         log.mkdir(parents=True, exist_ok=True)
-        (log / f"{op}_{tool}.txt").write_text(output)
-    return done.returncode == 0
+        (log / f"{op}_{tool or 'plain'}.txt").write_text(output)
+    said = "; ".join([text for text in output.splitlines() if re.search(SAID, text)][-4:])
+    well = status == (FOUND if tool and op == "careless" else 0)
+    seconds = round(time.monotonic() - start)
+    print(f"{op:<11} {tool or 'plain':<10} {'well' if well else 'NOT WELL'} {status} {seconds:5} s  {said}", flush=True)
+    if not well:
+        print(output[-3000:], flush=True)
+    return {"op": op, "tool": tool, "well": well, "exit": status, "seconds": seconds, "said": said}
+
+
+def write(path: Path, commit: str | None, results: list[dict[str, Any]]) -> None:
+    version = subprocess.run([find_tool("compute-sanitizer"), "--version"], capture_output=True, text=True).stdout
+    head = {"benchmark": "sanitize", "tool": version.strip().splitlines()[-1], "provenance": provenance(commit), "results": []}
+    rows = ",\n".join(f"  {json.dumps(result)}" for result in results)
+    path.write_text(json.dumps(head, indent=1).replace('"results": []', f'"results": [\n{rows}\n ]') + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", nargs="*", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--ops", nargs="*", choices=SELECTIONS, default=list(SELECTIONS))
-    parser.add_argument("--log", type=Path, help="keep each tool's whole output in this folder")
+    parser.add_argument("--jobs", type=int, default=1, help="operators at a time")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one operator under one tool")
+    parser.add_argument("--json", type=Path, help="write how each run ended to this file")
+    parser.add_argument("--commit", help="the commit measured, where the tree is not a git checkout")
+    parser.add_argument("--log", type=Path, help="keep each run's whole output in this folder")
+    parser.add_argument("--careless", action="store_true", help="run the kernel with faults, and nothing else")
     options = parser.parse_args()
-    bad = {op for op in options.ops for tool in (None, *options.tool) if not run(op, tool, options.log)}
-    print("found something in: " + (", ".join(sorted(bad)) or "nothing"))
+    if options.careless:
+        careless()
+        sys.exit()
+    results: list[dict[str, Any]] = []
+
+    def every_tool(op: str) -> None:
+        for tool in (None, *options.tool):
+            results.append(run(op, tool, options.limit, options.log))
+            if options.json:
+                write(options.json, options.commit, results)
+
+    every_tool("careless")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(every_tool, options.ops))
+    bad = [f"{result['op']} {result['tool'] or 'plain'}" for result in results if not result["well"]]
+    print("not well: " + (", ".join(bad) or "nothing"))
     sys.exit(len(bad))

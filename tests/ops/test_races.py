@@ -16,7 +16,7 @@ from ptx_machine import LANES, Deadlock, Step
 from races import Clocks, Race, Shared
 from test_experts import make_input, make_routing, make_weights
 
-from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, projection
+from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts, moe_front, projection
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
 
@@ -52,6 +52,14 @@ def first_product(tactic: experts.PackedTactic, tokens: int, meet: int) -> tuple
     return small, {p.name: tensors[p.name] for p in found.params}
 
 
+def chosen() -> tuple[build.KernelSpec, dict[str, Any]]:
+    c = moe_front.TopkConfig(2, 130, 3, grouped=True)
+    sizes = {"num_tokens": 1, "offsets": 131, "pairs": 6, "active": 130, "num_active": 1, "arrived": 1}
+    integers = {name: torch.full((n,), 2 if name == "num_tokens" else 0, dtype=torch.int32) for name, n in sizes.items()}
+    floats = {"bias": torch.randn(130), "logits": torch.randn(2, 130), "weights": torch.empty(2, 3)}
+    return moe_front.topk_spec(c), floats | integers | {"ids": torch.empty(2, 3, dtype=torch.int32)}
+
+
 # A case, its grid and clusters, and how often what may be left out: behind the tensor core a warp's lanes have met anyway, lanes
 # that copy need not know that the first of them has said how much will come, and nobody waits for the last sums to be added up.
 LAST_SUMS = {"bar.warp.sync": 1, "mbarrier.arrive.shared.b64": 1}
@@ -59,6 +67,7 @@ CASES: dict[str, tuple[Callable[[], Any], int, int, dict[str, int]]] = {
     "attn_res": (mixed, 6, 2, {}),
     "ring": (lambda: multiplied(RING, 9), 4, 2, {"bar.warp.sync": 3}),
     "ring, tokens by lanes": (lambda: multiplied(replace(RING, by_lanes=True), 9), 4, 2, {"bar.warp.sync": 3}),
+    "top-k": (chosen, 2, 1, {}),
     "plain": (lambda: multiplied(PLAIN, 9), 4, 2, {}),
     "streamed": (lambda: multiplied(STREAMED, 17), 4, 2, {}),
     "experts": (lambda: first_product(PAIRS, 2, 6), 1, 1, LAST_SUMS),

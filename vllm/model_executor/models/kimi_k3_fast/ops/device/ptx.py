@@ -174,8 +174,3 @@ def send_f32(pointer: Any, value: Any, barrier: Any, rank: Any, predicate: Boole
 def warp_max_u32(value: Any) -> Uint32:
     """Largest of a warp's unsigned values, in every lane."""
     return inline_ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value])
-
-
-def warp_min_u32(value: Any) -> Uint32:
-    """Smallest of a warp's unsigned values, in every lane."""
-    return inline_ptx("redux.sync.min.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[value])

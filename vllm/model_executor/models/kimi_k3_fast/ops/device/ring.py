@@ -20,7 +20,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, min
-from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
 
 from ..skinny import TILE, UNIT, Shape, ceil_div
@@ -338,7 +337,7 @@ def _copy_by_lanes(block: Any, base: Any, pitch: Any, size: Any, stage: Any):
         for turn in cutlass.range_constexpr(ceil_div(block.tactic.chunk, 256)):
             piece = block.lane + turn * 32
             copy_async(target + piece * 8, source + Int64(piece * 16), Int32(16), piece * 16 < limit)
-    inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[block.full + stage])
+    cute.arch.cp_async_mbarrier_arrive_noinc(block.full + stage)
 
 
 @cute.jit

@@ -14,10 +14,10 @@ from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from ..device.exchange import Exchange, Post
-from ..device.ptx import opaque, sigmoid, store_word, warp_max_u32, warp_min_u32
+from ..device.ptx import opaque, sigmoid, store_word, warp_max_u32
 from ..order import Dynamic, Ordered, Output, Static, dependency_wait, release_dependents
 
-COUNTERS = 8  # threads that share the count for one candidate
+COUNTERS = 16  # lanes that share the count for one candidate
 
 
 class Gathering:
@@ -91,9 +91,9 @@ def _topk(
 ):
     """One block for a token, one thread for an expert.
 
-    The warps are dealt to k sets. The least of the sets' maxima is a bound that at least k experts reach; those that do (about a
-    fifteenth) are listed, and an expert's place is the number of listed ones before it. The order is total (score, then lower
-    id), so places are distinct and ties settled. The block that finishes last groups all tokens' choices.
+    The k-th largest of the warps' maxima is a bound that at least k experts reach; those that do (23 of 896, if all are alike) are
+    listed, and an expert's place is the number of listed ones before it. The order is total (score, then lower id), so places are
+    distinct and ties settled. The block that finishes last groups all tokens' choices.
     """
     thread, _, _ = cute.arch.thread_idx()
     row, _, _ = cute.arch.block_idx()
@@ -103,6 +103,7 @@ def _topk(
     scores = allocator.allocate_tensor(Float32, cute.make_layout(experts), byte_alignment=16)
     listed = allocator.allocate_tensor(Uint64, cute.make_layout(experts), byte_alignment=16)
     maxima = allocator.allocate_tensor(Uint32, cute.make_layout(32), byte_alignment=16)
+    reached = allocator.allocate_tensor(Uint32, cute.make_layout(4), byte_alignment=16)
     chosen = allocator.allocate_tensor(Float32, cute.make_layout(32), byte_alignment=16)
     count = allocator.allocate_tensor(Int32, cute.make_layout(4), byte_alignment=16)
     masks = allocator.allocate_tensor(Uint32, cute.make_layout(2 * experts if config.grouped else 1), byte_alignment=16)
@@ -127,12 +128,19 @@ def _topk(
     if thread >= experts:
         key = Uint32(0)
     scores[expert] = score
-    maxima[warp] = warp_max_u32(key)
+    highest = warp_max_u32(key)
+    maxima[warp] = highest
     cute.arch.sync_threads()
 
     bound = Uint32(0)
-    if cutlass.const_expr(experts >= 32 * k):
-        bound = warp_min_u32(set_maximum(maxima, lane, experts // 32, k))
+    warps = cutlass.const_expr(config.threads // 32)
+    if cutlass.const_expr(warps >= k):
+        of_lane = maxima[cutlass.min(lane, warps - 1)]
+        above = (lane < warps) & ((of_lane > highest) | ((of_lane == highest) & (lane < warp)))
+        if (cute.arch.popc(cute.arch.vote_ballot_sync(above)) == k - 1) & (lane == 0):
+            reached[0] = highest
+        cute.arch.sync_threads()
+        bound = reached[0]
     reaches = (key >= bound) & (thread < experts)
     mask = cute.arch.vote_ballot_sync(reaches)
     base = Int32(0)
@@ -152,9 +160,8 @@ def _topk(
         for start in cutlass.range(0, candidates, COUNTERS, unroll=2):
             other = start + thread % COUNTERS
             before = (listed[cutlass.min(other, candidates - 1)] > mine) & (other < candidates)
-            place = place + Int32(before)
-        for distance in cutlass.range_constexpr(3):
-            place = place + cute.arch.shuffle_sync_bfly(place, offset=1 << distance)
+            of_warp = Uint32(cute.arch.vote_ballot_sync(before)) >> Uint32(lane // COUNTERS * COUNTERS)
+            place = place + Int32(cute.arch.popc(of_warp & Uint32((1 << COUNTERS) - 1)))
         if (place < k) & (candidate < candidates) & (thread % COUNTERS == 0):
             chosen_expert = Int32(Uint32(0xFFFFFFFF) - Uint32(mine & Uint64(0xFFFFFFFF)))
             out_ids[row, place] = Int32(select_(live, chosen_expert, Int32(0)))
@@ -186,17 +193,6 @@ def _topk(
     if cutlass.const_expr(config.world > 1):
         gathering.write_latent()
         gathering.exchange.arrive(config.tokens)
-
-
-def set_maximum(maxima: Any, lane: Any, warps: int, sets: int) -> Any:
-    """The largest of the warps' maxima in this lane's set: the warps lane, lane + sets and so on. Lanes from `sets` on repeat."""
-    own = cutlass.min(lane, sets - 1)
-    found = maxima[own]
-    for further in range(sets, warps, sets):
-        place = own + further
-        other = maxima[cutlass.min(place, warps - 1)]
-        found = Uint32(select_((place < warps) & (other > found), other, found))
-    return found
 
 
 def recast(tensor: Any, dtype: Any) -> Any:
