@@ -91,9 +91,9 @@ def _topk(
 ):
     """One block for a token, one thread for an expert.
 
-    The k-th largest of the warps' maxima is a bound that at least k experts reach; those that do (some 23 of 896) are listed, and
-    an expert's place is the number of listed ones before it. The order is total (score, then lower id), so places are distinct and
-    ties settled. The block that finishes last groups all tokens' choices.
+    The k-th largest of the warps' maxima is a bound that at least k experts reach; those that do (some 23 of 896) are listed,
+    and an expert's place is the number of listed ones before it. The order is total (score, then lower id), so places are
+    distinct and ties settled. The block that finishes last groups all tokens' choices.
     """
     thread, _, _ = cute.arch.thread_idx()
     row, _, _ = cute.arch.block_idx()
