@@ -1,12 +1,15 @@
-"""compute-sanitizer over the operators' small GPU tests: memory errors, races in shared memory, misused barriers.
+"""compute-sanitizer over the operators' small GPU tests: memory errors, and races in shared memory.
 
-    python benchmarks/sanitize.py [--tool memcheck racecheck synccheck initcheck] [--ops kda mla] [--jobs 4] [--json OUT]
+    python benchmarks/sanitize.py [--tool memcheck racecheck] [--ops kda mla] [--jobs 4] [--json OUT] [--log FOLDER]
 
-The tool comes from NVIDIA's package `nvidia-cuda-sanitizer-api` or from the PATH: 13.4 or later, as 13.0 to 13.3 lack the program
-that starts the tests. The tests run once without it, so that every kernel is compiled, then once for each tool, which looks at
-this project's kernels alone. For memcheck PyTorch's caching allocator is off: each tensor is an allocation of its own, and one
-byte past its end is an error. First of all each tool must find the faults of a kernel that has them (`careless`). Ends with the
-number of runs in which something was found, failed or did not end in time.
+The program comes from NVIDIA's package `nvidia-cuda-sanitizer-api` or from the PATH: 13.4 or later, as 13.0 to 13.3 lack the part
+that starts the tests. The tests run once without it, so that every kernel is compiled (`--compiled`: they are), then once for
+each tool, which looks at this project's kernels alone. Beside them each tool must find the fault of a kernel that has it
+(`careless`). Ends with the number of runs in which something was found, failed or did not end in time.
+
+memcheck: PyTorch's caching allocator is off, so that each tensor is an allocation of its own, and one byte past its end an error.
+racecheck: kernels are assembled without optimisation. The assembler leaves a warp's barrier out where it knows that lanes have
+met, and racecheck, which reads machine code, then sees 31 lanes that nothing orders. `--optimised`: as they are served.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.timing import provenance  # noqa: E402
 from vllm.model_executor.models.kimi_k3_fast.ops.build import tool as find_tool  # noqa: E402
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+TOOLS = ("memcheck", "racecheck")
+KERNELS = ROOT / "build" / "unoptimised_kernels"
 FOUND = 9  # exit status of the tool when it has found something
 SAID = r"(ERROR|RACECHECK) SUMMARY|Internal Sanitizer Error|\d+ (passed|failed)"
 SELECTIONS = {  # op -> pytest's -k: every kernel, at small shapes, without graphs (whose capture wants the caching allocator)
@@ -74,16 +78,29 @@ def careless() -> None:
     torch.cuda.synchronize()
 
 
-def command(op: str) -> list[str]:
+def pytest_configure() -> None:
+    """As a plug-in of pytest: kernels are assembled without optimisation."""
+    compile_as_served = cute.compile
+
+    def compile_plainly(*args: Any, options: str, **rest: Any) -> Any:
+        return compile_as_served(*args, options=f"{options} --ptxas-options=-O0", **rest)
+
+    cute.compile = compile_plainly
+
+
+def command(op: str, optimised: bool) -> list[str]:
     if op == "careless":
         return [sys.executable, __file__, "--careless"]
-    return [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", f"tests/ops/test_{op}.py", "-k", SELECTIONS[op]]
+    plug_in = [] if optimised else ["-p", "benchmarks.sanitize"]
+    return [sys.executable, "-m", "pytest", *plug_in, "-q", "-x", "-m", "gpu", f"tests/ops/test_{op}.py", "-k", SELECTIONS[op]]
 
 
-def run(op: str, tool: str | None, limit: float, log: Path | None) -> dict[str, Any]:
+def run(op: str, tool: str | None, optimised: bool, limit: float, log: Path | None) -> dict[str, Any]:
     """One op's tests, under a tool or plain: how it ended (`exit` is null where `limit` seconds were not enough), what was said,
     and whether all is well."""
-    line, environment = command(op), dict(os.environ)
+    line, environment = command(op, optimised), dict(os.environ)
+    if not optimised:
+        environment["K3FAST_KERNELS"] = str(KERNELS)
     if tool:
         checker = [find_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
         checker += ["--report-api-errors", "no"]  # the driver is asked for symbols of other releases, and says no
@@ -100,14 +117,14 @@ def run(op: str, tool: str | None, limit: float, log: Path | None) -> dict[str, 
     killer.cancel()
     if log:
         log.mkdir(parents=True, exist_ok=True)
-        (log / f"{op}_{tool or 'plain'}.txt").write_text(output)
+        (log / f"{op}_{tool or 'plain'}{'' if optimised else '_unoptimised'}.txt").write_text(output)
     said = "; ".join([text for text in output.splitlines() if re.search(SAID, text)][-4:])
     well = status == (FOUND if tool and op == "careless" else 0)
     seconds = round(time.monotonic() - start)
     print(f"{op:<11} {tool or 'plain':<10} {'well' if well else 'NOT WELL'} {status} {seconds:5} s  {said}", flush=True)
     if not well:
         print(output[-3000:], flush=True)
-    return {"op": op, "tool": tool, "well": well, "exit": status, "seconds": seconds, "said": said}
+    return {"op": op, "tool": tool, "optimised": optimised, "well": well, "exit": status, "seconds": seconds, "said": said}
 
 
 def write(path: Path, commit: str | None, results: list[dict[str, Any]]) -> None:
@@ -119,8 +136,10 @@ def write(path: Path, commit: str | None, results: list[dict[str, Any]]) -> None
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", nargs="*", choices=TOOLS, default=["memcheck", "racecheck"])
+    parser.add_argument("--tool", nargs="*", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--ops", nargs="*", choices=SELECTIONS, default=list(SELECTIONS))
+    parser.add_argument("--compiled", action="store_true", help="every kernel is in its store: no runs without a tool")
+    parser.add_argument("--optimised", action="store_true", help="racecheck, too, sees kernels as they are served")
     parser.add_argument("--jobs", type=int, default=1, help="operators at a time")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one operator under one tool")
     parser.add_argument("--json", type=Path, help="write how each run ended to this file")
@@ -134,14 +153,17 @@ if __name__ == "__main__":
     results: list[dict[str, Any]] = []
 
     def every_tool(op: str) -> None:
-        for tool in (None, *options.tool):
-            results.append(run(op, tool, options.limit, options.log))
-            if options.json:
-                write(options.json, options.commit, results)
+        compiled = {True, False} if options.compiled else set()  # of kernels that are optimised, or not
+        for tool in options.tool:
+            optimised = options.optimised or tool != "racecheck"
+            for each in [tool] if optimised in compiled else [None, tool]:
+                results.append(run(op, each, optimised, options.limit, options.log))
+                if options.json:
+                    write(options.json, options.commit, results)
+            compiled.add(optimised)
 
-    every_tool("careless")
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(every_tool, options.ops))
+        list(pool.map(every_tool, ["careless", *options.ops]))
     bad = [f"{result['op']} {result['tool'] or 'plain'}" for result in results if not result["well"]]
     print("not well: " + (", ".join(bad) or "nothing"))
     sys.exit(len(bad))

@@ -168,8 +168,10 @@ def padded(inputs: dict[str, Tensor]) -> None:
         (kda.Config(1, 3, kda.columns(1)), kda.Tactic(2, 128, 1, 2)),
         (kda.Config(1, 3, kda.columns(1), queries=2, drafts=1), kda.Tactic(4, 128, 3)),
         (kda.Config(1, 1, kda.columns(1), lower_bound=None), kda.Tactic(1, 256, 1)),
+        (kda.Config(1, 3, kda.columns(1)), kda.Tactic(2, 128, 4)),  # of a table's row for more requests
+        (kda.Config(1, 3, kda.columns(1), queries=2, drafts=1), kda.Tactic(4, 128, 4)),
     ],
-    ids=["walk", "verify", "unbounded"],
+    ids=["walk", "verify", "unbounded", "larger row", "larger row, verify"],
 )
 def test_ptx_against_float64(config: kda.Config, tactic: kda.Tactic) -> None:
     """Poisoned output, a padded row among others, a walk with states on their way, threads in an order of chance."""

@@ -139,9 +139,10 @@ def default_tactic(config: Config) -> Tactic:
 
 
 def _walking(config: Config, tactic: Tactic) -> Tactic:
-    """The tactic with as few row groups as asked for, if a block can have their tokens, and no more stages than requests."""
+    """The tactic with as few row groups as asked for, if a block can have their tokens, and no more of them than requests, whose
+    slots blocks read without asking; and no more stages than a block has requests."""
     fewest = config.requests if config.drafts else -(-config.requests // WALK)
-    groups = max(tactic.row_groups, fewest)
+    groups = min(max(tactic.row_groups, fewest), config.requests)
     return replace(tactic, row_groups=groups, stages=min(tactic.stages, -(-config.requests // groups)))
 
 
