@@ -9,9 +9,9 @@ the model. The time of a layer is the graph's median over LAYERS; launches are c
 `--tactics` compares ways to cut the four matmuls in one run: "default;k4 d8;ring c512 z168;tail=ring,front=ring c256" measures
 four chains; a matmul that is not named keeps its default. A letter sets a field of `Tactic` (LETTERS), `g1` makes one group of
 every tile of rows. `ring` takes columns of a stage (c), KiB of all stages (z), fetching warps (f), warps that share the columns
-(k), splits (s), cycles of its pace (p), e1 for weights that leave L2 first, l1 for tokens by lanes. `library` multiplies by
-PyTorch's product, in more launches; `skinny` by our kernel where the library is the default. Below a result stands how much
-later than all before it each kernel of a layer ends: what it costs the chain.
+(k), cycles of its pace (p), e1 for weights that leave L2 first, l1 for tokens by lanes. `library` multiplies by PyTorch's
+product, in more launches; `skinny` by our kernel where the library is the default. Below a result stands how much later than all
+before it each kernel of a layer ends: what it costs the chain.
 `--layout raw,humming` measures the experts on the checkpoint's layout and on the one that stock keeps, `--experts` with other
 cuts of theirs: "default;strip=4 flight=3" names fields of the tactic. `--mix` does so for AttnRes: "default;blocks=7 parts=2".
 `--compile ARCH` compiles all kernels and needs no GPU; K3FAST_JOBS limits the processes, here and before a measurement.
@@ -132,7 +132,7 @@ def cut(name: str, config: Any, text: str, arch: str) -> Any:
     if not text.startswith("ring"):
         return cut_by_letters(OPS[name], config, text, arch)
     sizes = {word[0]: int(word[1:]) for word in text.split()[1:]}
-    names = {"c": "chunk", "f": "fetchers", "s": "splits"}
+    names = {"c": "chunk", "f": "fetchers"}
     options = {names[letter]: size for letter, size in sizes.items() if letter in names}
     if "z" in sizes:
         options["space"] = sizes["z"] * 1024

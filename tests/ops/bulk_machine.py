@@ -158,6 +158,7 @@ class BulkLaunch(Launch):
                 at = np.broadcast_to(address(warp), LANES)[lane]
                 if shared:
                     space, index = warp.block.shared, int(at) + np.arange(4)
+                    assert index[0] >= 0 and index[-1] < space.size, f"access outside of shared memory: {text}"
                     who = warp.threads[lane : lane + 1]
                     warp.block.touched.write(who, index[None, ::2] // 2, text, atomic=True)
                 else:

@@ -28,7 +28,7 @@ SMALL = [
         72,
         40,
         linear_beta=None,
-        tactic=Tactic(groups=5, splits=2, k_warps=2, tiles=3, stages=3, chunk=64, fetchers=2),
+        tactic=Tactic(groups=5, k_warps=2, tiles=3, stages=3, chunk=64, fetchers=2),
     ),
 ]
 SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, by_lanes=True))]
@@ -75,8 +75,7 @@ def test_compiles_without_spilling(
 
 def _ring(tokens: int) -> op.Config:
     """The front of a TP8 rank through a ring."""
-    splits, chunk = (1, 512) if tokens <= 16 else (2, 128)
-    tactic = ring_tactic(6016, (7168,), tokens, splits=splits, chunk=chunk, whole=TILE)
+    tactic = ring_tactic(6016, (7168,), tokens, chunk=512 if tokens <= 16 else 256, whole=TILE)
     return op.Config(tokens, 7168, 896, 3584, 768, tactic=tactic)
 
 

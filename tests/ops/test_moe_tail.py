@@ -31,9 +31,7 @@ SMALL = [
     op.Config(3, 96, 1024, 256, tactic=Tactic(groups=6, k_warps=2, tiles=1, depth=2, resident=2)),
     op.Config(17, 96, 256, 64, tactic=Tactic(groups=2, splits=2, row_warps=3, k_warps=1, tiles=1)),
     op.Config(3, 90, 1024, 192, tactic=Tactic(groups=2, k_warps=4, tiles=3, stages=2, chunk=256, fetchers=2, height=45)),
-    op.Config(
-        17, 96, 448, 192, tactic=Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1)
-    ),
+    op.Config(17, 96, 448, 192, tactic=Tactic(groups=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1)),
 ]
 SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, passing=True, pace=20))]
 SMALL += [replace(SMALL[-1], tactic=replace(SMALL[-1].tactic, by_lanes=True))]
@@ -49,7 +47,7 @@ NORMED = [  # r comes normalised; rows of the up-projection lie further apart th
     *(replace(c, normed=True, pitch=c.latent + 72) for c in (SMALL[3], *SMALL[-3:])),
     op.Config(17, 96, 192, 128, normed=True, pitch=256, tactic=Tactic(2, splits=2, k_warps=2, tiles=3, stages=3)),
 ]
-RANKS = [  # small blocks, a cluster, a ring, a ring of clusters and stages, in one shot and two
+RANKS = [  # small blocks, a cluster, a ring, one that is filled at a pace by lanes, and stages, in one shot and two
     replace(c, pitch=2 * c.latent + 64, world=2, shots=shots, bound_ns=BOUND_NS)
     for c in (NORMED[0], NORMED[1], replace(NORMED[3], rows=89), NORMED[-2], NORMED[-1])
     for shots in (1, 2)
@@ -135,8 +133,7 @@ def test_compiles_without_spilling(config: op.Config, arch: str, findings: Calla
 
 def _ring(tokens: int) -> op.Config:
     """The tail of a TP8 rank through a ring."""
-    splits, chunk = (1, 512) if tokens <= 16 else (2, 128)
-    return op.Config(tokens, 7168, 3584, 768, tactic=ring_tactic(7168, (3584, 768), tokens, splits=splits, chunk=chunk))
+    return op.Config(tokens, 7168, 3584, 768, tactic=ring_tactic(7168, (3584, 768), tokens, chunk=512 if tokens <= 16 else 256))
 
 
 def _case(config: op.Config, seed: int, device: str = "cuda", scale: float = 1.0) -> dict[str, torch.Tensor | None]:

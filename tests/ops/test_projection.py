@@ -26,16 +26,16 @@ SMALL = [
     op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, row_warps=3, k_warps=1, tiles=1, depth=2)),
 ]
 NARROW = op.Config(36, 190, 320, tactic=Tactic(groups=2, splits=2, row_warps=6, k_warps=2, tiles=1, stages=3))
-RINGS = [  # stages used again and again; a last chunk in part; splits of unlike length; more fetching warps than rows to fetch
+RINGS = [  # stages used again and again; a last chunk in part; more fetching warps than rows to fetch
     op.Config(1, 80, 512, tactic=Tactic(groups=5, k_warps=2, tiles=1, stages=2, chunk=64, fetchers=1)),
-    op.Config(3, 100, 1408, tactic=Tactic(groups=3, splits=2, k_warps=4, tiles=3, stages=3, chunk=256, fetchers=2, height=34)),
+    op.Config(3, 100, 1408, tactic=Tactic(groups=3, k_warps=4, tiles=3, stages=3, chunk=256, fetchers=2, height=34)),
     op.Config(
         9,
         90,
         1344,
-        tactic=Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1, height=45),
+        tactic=Tactic(groups=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1, height=45),
     ),
-    op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, splits=4, k_warps=1, tiles=3, stages=3, chunk=64, fetchers=4)),
+    op.Config(20, 96, 448, out="f32", tactic=Tactic(groups=2, k_warps=1, tiles=3, stages=3, chunk=64, fetchers=4)),
 ]
 RINGS += [replace(RINGS[1], tactic=replace(RINGS[1].tactic, k_warps=1, passing=True))]
 RINGS += [replace(config, tactic=replace(config.tactic, pace=20)) for config in (RINGS[3], RINGS[1])]  # the first filling, slowly
@@ -94,8 +94,7 @@ def test_compiles_without_spilling(config: op.Config, arch: str, findings: Calla
 
 def _ring(tokens: int) -> op.Config:
     """The in-projection of a TP8 rank through a ring."""
-    splits, chunk = (1, 512) if tokens <= 16 else (2, 128)
-    return op.Config(tokens, 6288, 7168, tactic=ring_tactic(6288, (7168,), tokens, splits=splits, chunk=chunk))
+    return op.Config(tokens, 6288, 7168, tactic=ring_tactic(6288, (7168,), tokens, chunk=512 if tokens <= 16 else 256))
 
 
 def _case(config: op.Config, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:

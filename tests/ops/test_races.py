@@ -20,7 +20,7 @@ from vllm.model_executor.models.kimi_k3_fast.ops import attn_res, build, experts
 from vllm.model_executor.models.kimi_k3_fast.ops.experts import humming
 from vllm.model_executor.models.kimi_k3_fast.ops.skinny import Tactic
 
-RING = Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1, height=45)
+RING = Tactic(groups=2, row_warps=2, k_warps=2, tiles=2, stages=2, chunk=128, fetchers=1, height=45)
 PLAIN = Tactic(groups=2, splits=2, k_warps=4, tiles=3)
 STREAMED = Tactic(groups=2, splits=2, row_warps=2, k_warps=2, tiles=2, stages=3)
 PAIRS = experts.PackedTactic(grouped=False, strip=4, split=2, flight=2, ahead=0)
@@ -65,8 +65,8 @@ def chosen() -> tuple[build.KernelSpec, dict[str, Any]]:
 LAST_SUMS = {"bar.warp.sync": 1, "mbarrier.arrive.shared.b64": 1}
 CASES: dict[str, tuple[Callable[[], Any], int, int, dict[str, int]]] = {
     "attn_res": (mixed, 6, 2, {}),
-    "ring": (lambda: multiplied(RING, 9), 4, 2, {"bar.warp.sync": 3}),
-    "ring, tokens by lanes": (lambda: multiplied(replace(RING, by_lanes=True), 9), 4, 2, {"bar.warp.sync": 3}),
+    "ring": (lambda: multiplied(RING, 9), 2, 1, {"bar.warp.sync": 3}),
+    "ring, tokens by lanes": (lambda: multiplied(replace(RING, by_lanes=True), 9), 2, 1, {"bar.warp.sync": 3}),
     "top-k": (chosen, 2, 1, {}),
     "plain": (lambda: multiplied(PLAIN, 9), 4, 2, {}),
     "streamed": (lambda: multiplied(STREAMED, 17), 4, 2, {}),
@@ -117,7 +117,7 @@ def test_no_synchronisation_can_be_left_out(name: str, shared_store: build.Store
         which += 1
     missed = Counter(left_out for left_out, outcome in found if outcome == "nothing")
     assert missed == needless, found
-    assert sum(outcome == "Race" for _, outcome in found) >= 7, found
+    assert sum(outcome == "Race" for _, outcome in found) >= 5, found
 
 
 def places(*bytes_: int) -> np.ndarray:

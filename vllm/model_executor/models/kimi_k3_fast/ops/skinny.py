@@ -186,8 +186,9 @@ class Shape:
             return f"expected at most {SMEM_LIMIT} bytes of shared memory, found {self.smem_bytes} ({hint})"
         if self.tactic.chunk:
             t = self.tactic
-            if t.chunk % UNIT or t.stages < 1 or t.fetchers < 1 or self.height > t.rows:
-                return f"expected a chunk of whole units, at least 1 stage and 1 fetching warp, rows within the tiles; found {t}"
+            if t.chunk % UNIT or t.stages < 1 or t.fetchers < 1 or t.splits > 1 or self.height > t.rows:
+                wanted = "a chunk of whole units, at least 1 stage and 1 fetching warp, no splits, rows within the tiles"
+                return f"expected {wanted}; found {t}"
         elif self.tactic.stages and not (self.tactic.stages >= 2 and self.tactic.k_warps <= 2):
             return f"expected at least 2 stages and at most 2 warps for their columns, found {self.tactic}"
         if self.tactic.threads > 1024:
@@ -207,20 +208,19 @@ def ring_tactic(
     sms: int = 132,
     chunk: int = 512,
     space: int = 168 * 1024,
-    splits: int = 1,
     fetchers: int = 2,
     whole: int = 1,
 ) -> Tactic:
-    """A ring of at most `space` bytes, one group of blocks for `splits` SMs. `whole`: rows of a group come in multiples of it."""
-    groups = max(1, min(sms // splits, ceil_div(rows, TILE)))
+    """A ring of at most `space` bytes, a block for an SM. `whole`: rows of a group come in multiples of it."""
+    groups = max(1, min(sms, ceil_div(rows, TILE)))
     height = ceil_div(ceil_div(rows, groups), whole) * whole
     held = ceil_div(height, TILE)
     row_warps = ceil_div(held, 4 if tokens <= 32 else 2)  # a warp's sums are registers
     tiles = ceil_div(held, row_warps)
     warps = 4 if tokens > 32 and len(columns) > 1 else 8  # so do a norm's squares of many tokens
-    tactic = Tactic(groups, splits, row_warps, max(1, warps // row_warps), tiles, 0, 0, 1, 1, chunk, fetchers, height)
+    tactic = Tactic(groups, 1, row_warps, max(1, warps // row_warps), tiles, 0, 0, 1, 1, chunk, fetchers, height)
     stage = 2 * Shape(tokens, columns, tactic).stage_elements
-    needed = sum(ceil_div(ceil_div(c // UNIT, splits), chunk // UNIT) for c in columns)
+    needed = sum(ceil_div(c // UNIT, chunk // UNIT) for c in columns)
     return replace(tactic, stages=max(1, min(space // stage, needed)))
 
 
@@ -268,10 +268,10 @@ def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) ->
     splits and waves of blocks.
     """
     first, kib = default_tactic(rows, columns, tokens, sms), 1024
-    sizes = [(512, 168, 1, 2), (256, 168, 1, 2), (512, 208, 1, 2), (1024, 208, 1, 2), (256, 110, 1, 2), (512, 168, 1, 4)]
+    sizes = [(512, 168, 2), (256, 168, 2), (512, 208, 2), (1024, 208, 2), (256, 110, 2), (512, 168, 4)]
     if tokens > 16:
-        sizes = [(256, 208, 1, 2), (256, 208, 2, 2), (128, 208, 2, 2), (128, 208, 2, 4)]
-    rings = [ring_tactic(rows, columns, tokens, sms, chunk, space * kib, splits, f) for chunk, space, splits, f in sizes]
+        sizes = [(256, 208, 2)]
+    rings = [ring_tactic(rows, columns, tokens, sms, chunk, space * kib, fetchers) for chunk, space, fetchers in sizes]
     found = [first, *(t for t in rings if Shape(tokens, columns, t).problem() is None)]
     if first.stages:
         others = [streamed_tactic(rows, columns, tokens, cover, splits) for cover, splits in ((sms, 1), (sms, 4))]

@@ -8,9 +8,9 @@ kernels in front run beside it, and refilled without a pause by warps that do no
                part of the stages that were filled early follows behind the wait, a row at a time or 16 bytes a lane (`by_lanes`)
     the others multiply: every k_warps-th unit of 64 columns, `tiles` tiles of 16 rows, straight from shared memory
 
-A stage is `height` rows of the matrix, the tokens, and with a norm its weight. Rows lie an odd multiple of 64 bytes apart, so the
-16-byte reads of two neighbouring rows share no bank. Rows of a stage that a block does not own are never written, and what the
-tensor core makes of them is never stored.
+A block has all of K. A stage is `height` rows of the matrix, the tokens, and with a norm its weight. Rows lie an odd multiple of
+64 bytes apart, so the 16-byte reads of two neighbouring rows share no bank. Rows of a stage that a block does not own are never
+written, and what the tensor core makes of them is never stored.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Ring(Block):
         self.held = self._held()
         # Copies: lane of the fetching warps, and the rows it moves.
         self.fetcher = self.thread - 32 * self.consumers
-        self.counts = [self._count(p) for p in range(len(weights))]
-        self.chunks = [(count + (shape.chunk_units - 1)) // shape.chunk_units for count in self.counts]
-        self.total = sum(self.chunks[1:], self.chunks[0])
-        self.ahead = min_any(tactic.stages, self.total)
+        self.counts = [part.units for part in shape.parts]
+        self.chunks = [ceil_div(count, shape.chunk_units) for count in self.counts]
+        self.total = sum(self.chunks)
+        self.ahead = tactic.stages if tactic.stages < self.total else self.total
         self.operands = [[self._operand(m * TILE + half) for half in (0, 8)] for m in range(tactic.tiles)]
         _prepare(self)
 
@@ -82,26 +82,18 @@ class Ring(Block):
             return self.own * 2 if self.rows.pair else self.own
         return Int32(select_(self.rows.pair > 0, self.own * 2, self.own))
 
-    def _count(self, p: int) -> Any:
-        """Units of part `p` in this split."""
-        part = self.shape.parts[p]
-        if part.share * self.tactic.splits == part.units:
-            return part.share
-        return cutlass.max(min(part.units - self.rank * part.share, part.share), 0)
-
     # -- copies: the fetching warps ----------------------------------------
 
     def _where(self, chunk: Any) -> tuple[Any, Any, Any]:
-        """(is it of the first part, first column, bytes of a row) of this split's chunk."""
-        units, first, last = self.shape.chunk_units, self.shape.parts[0], self.shape.parts[-1]
+        """(is it of the first part, first column, bytes of a row) of a chunk."""
+        units, inside = self.shape.chunk_units, True
         start = chunk * units
-        column, left = self.rank * first.share + start, self.counts[0] - start
-        inside: Any = True
+        left = self.counts[0] - start
         if len(self.counts) == 2:
-            inside, start = chunk < self.chunks[0], (chunk - self.chunks[0]) * units
-            column = Int32(select_(inside, column, self.rank * last.share + start))
-            left = Int32(select_(inside, Int32(left), Int32(self.counts[1] - start)))
-        return inside, column * UNIT, min(left, units) * (UNIT * 2)
+            inside, behind = chunk < self.chunks[0], (chunk - self.chunks[0]) * units
+            start = Int32(select_(inside, start, behind))
+            left = Int32(select_(inside, Int32(left), Int32(self.counts[1] - behind)))
+        return inside, start * UNIT, min(left, units) * (UNIT * 2)
 
     def _source(self, tensors: list[Any], chunk: Any) -> tuple[Any, Any, Any]:
         """(address of the chunk in row 0, bytes between rows, bytes to copy) in the matrix or the activation of its part."""
@@ -190,7 +182,7 @@ class Ring(Block):
         squares = cute.make_rmem_tensor(groups, Float32)
         squares.fill(0.0)
         if p == 0:
-            _feed(self, with_norm and self.tactic.splits > 1)
+            _feed(self)
         _consume(self, acc, squares, p, with_norm)
         self.acc = [[[acc[(m * groups + n) * 4 + i] for i in range(4)] for n in range(groups)] for m in range(tiles)]
 
@@ -236,9 +228,7 @@ class Ring(Block):
             store_shared_f32(at, warp_sum(squares[n], 4), once)
 
     def inverse_rms(self, eps: float, columns: int) -> Any:
-        """As `Block`'s; the fetching warps are at the cluster's barrier already, and have none."""
-        if self.tactic.splits > 1:
-            _meet(self)
+        """As `Block`'s; the fetching warps have none."""
         factors = cute.make_rmem_tensor(self.shape.padded_tokens // 4, Float32)
         factors.fill(0.0)
         _find_factors(self, factors, eps, columns)
@@ -250,9 +240,9 @@ class Ring(Block):
     def _outputs(self, emit: Any, value: Any, rank: Any) -> None:
         """Deal the outputs to threads: neighbours write neighbouring rows. value(half): row of the gate or of the up matrix."""
         rows = self.shape.span
-        count, threads = self.shape.tokens * rows, self.tactic.threads * self.tactic.splits
+        count, threads = self.shape.tokens * rows, self.tactic.threads
         for i in range(ceil_div(count, threads)):
-            raw = self.thread + rank * self.tactic.threads + i * threads
+            raw = self.thread + i * threads
             index = min(raw, count - 1)
             token, row = index // rows, index % rows
             inside = (raw < count) & (row < self.own)
@@ -280,13 +270,6 @@ def apart(words: Words) -> Words:
     zero = Uint32(cute.arch.block_idx()[2])
     first, second, third, fourth = (word | zero for word in words)
     return first, second, third, fourth
-
-
-def min_any(a: Any, b: Any) -> Any:
-    """Smaller of two numbers, of the trace or of the kernel."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a if a < b else b
-    return min(a, b)
 
 
 @cute.jit
@@ -349,13 +332,10 @@ def _expect(block: Any, chunk: Any, stage: Any):
 
 
 @cute.jit
-def _feed(block: Any, met: cutlass.Constexpr):
-    """The fetching warps behind the wait: the activation of what is there, then all else. `met`: the multiplying warps will meet
-    the cluster in between, and count on this warp."""
+def _feed(block: Any):
+    """The fetching warps behind the wait: the activation of what is there, then all else."""
     stages = cutlass.const_expr(block.tactic.stages)
     if block.warp >= block.consumers:
-        if cutlass.const_expr(met):
-            cute.arch.cluster_arrive()
         for chunk in cutlass.range(0, block.ahead, unroll=1):
             Ring.copy_inputs(block, chunk, chunk)
         for chunk in cutlass.range(block.ahead, block.total, unroll=1):
@@ -364,8 +344,6 @@ def _feed(block: Any, met: cutlass.Constexpr):
             _expect(block, chunk, stage)
             Ring.copy_weights(block, chunk, stage)
             Ring.copy_inputs(block, chunk, stage)
-        if cutlass.const_expr(met):
-            cute.arch.cluster_wait()
 
 
 @cute.jit
@@ -375,7 +353,7 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
     k_warps = cutlass.const_expr(block.tactic.k_warps)
     units = cutlass.const_expr(block.shape.chunk_units)
     turns = cutlass.const_expr(-(-units // k_warps))
-    whole = cutlass.const_expr(isinstance(block.counts[p], int) and block.counts[p] % units == 0 and units % k_warps == 0)
+    whole = cutlass.const_expr(block.counts[p] % units == 0 and units % k_warps == 0)
     first = block.chunks[0] if cutlass.const_expr(p > 0) else 0
     if block.multiplies:
         for i in cutlass.range(0, block.chunks[p], unroll=1):
@@ -398,16 +376,9 @@ def _consume(block: Any, acc: Any, squares: Any, p: cutlass.Constexpr, with_norm
 
 
 @cute.jit
-def _meet(block: Any):
-    if block.multiplies:
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-
-@cute.jit
 def _find_factors(block: Any, factors: Any, eps: cutlass.Constexpr, columns: cutlass.Constexpr):
     if block.multiplies:
-        factor = Block._inverse_rms(block, eps, columns)
+        factor = Block.inverse_rms(block, eps, columns)
         for i in cutlass.range_constexpr(block.shape.padded_tokens // 4):
             factors[i] = factor(i // 2, i % 2)
 

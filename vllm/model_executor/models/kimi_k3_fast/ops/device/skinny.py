@@ -207,10 +207,6 @@ class Block:
         """factor(n, c) for `scale`: rsqrt(mean(x^2) + eps) of token 8n + 2 slot + c. In a cluster, its blocks meet here."""
         if self.tactic.splits > 1:
             cluster_barrier()
-        return self._inverse_rms(eps, columns)
-
-    def _inverse_rms(self, eps: float, columns: int) -> Callable[[int, int], Any]:
-        """Where all sums of squares are there."""
 
         def factor(n: int, c: int) -> Any:
             token, total = n * 8 + self.slot * 2 + c, Float32(0.0)

@@ -188,7 +188,7 @@ def specs() -> list[KernelSpec]:
         Config(64, *sizes, tactic=default_tactic(7168, sizes[1:], 64)),
         Config(64, *sizes, tactic=LIBRARY),
     ]
-    rings = [Config(t, *sizes, tactic=ring_tactic(7168, sizes[1:], t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
+    rings = [Config(t, *sizes, tactic=ring_tactic(7168, sizes[1:], t, chunk=256)) for t in (1, 64)]
     small = [Config(3, 80, 256, 64), Config(3, 80, 256, 64, normed=True)]
     small += [Config(3, 160, 256, 64, normed=True, pitch=1024, world=w, shots=s) for w, s in ((2, 1), (2, 2), (4, 2))]
     small += [Config(3, 160, 256, 64, normed=True, world=w, posts=True) for w in (2, 4)]

@@ -93,5 +93,5 @@ def run(plan: Plan, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, st
 def specs() -> list[KernelSpec]:
     """KDA input projection of a TP8 rank, one shape for each way through the kernel, and a small one."""
     served = [Config(t, 6288, 7168) for t in (1, 8)] + [Config(64, 6288, 7168, tactic=default_tactic(6288, (7168,), 64))]
-    rings = [Config(t, 6288, 7168, tactic=ring_tactic(6288, (7168,), t, splits=s, chunk=256)) for t, s in ((1, 1), (64, 2))]
+    rings = [Config(t, 6288, 7168, tactic=ring_tactic(6288, (7168,), t, chunk=256)) for t in (1, 64)]
     return [found for config in [Config(3, 80, 256), *served, *rings] if (found := spec(config))]
