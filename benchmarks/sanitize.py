@@ -1,6 +1,6 @@
 """compute-sanitizer over the operators' small GPU tests: memory errors, and races in shared memory.
 
-    python benchmarks/sanitize.py [--tool memcheck racecheck] [--ops kda mla] [--jobs 4] [--json OUT] [--log FOLDER]
+    python benchmarks/sanitize.py [--ops kda mla] [--jobs 4] [--json OUT] [--log FOLDER]
 
 The program comes from NVIDIA's package `nvidia-cuda-sanitizer-api` or from the PATH: 13.4 or later, as 13.0 to 13.3 lack the part
 that starts the tests. The tests run once without it, so that every kernel is compiled (`--compiled`: they are), then once for
@@ -8,8 +8,7 @@ each tool, which looks at this project's kernels alone. Beside them each tool mu
 (`careless`). Ends with the number of runs in which something was found, failed or did not end in time.
 
 memcheck: PyTorch's caching allocator is off, so that each tensor is an allocation of its own, and one byte past its end an error.
-racecheck: kernels are assembled without optimisation. The assembler leaves a warp's barrier out where it knows that lanes have
-met, and racecheck, which reads machine code, then sees 31 lanes that nothing orders. `--optimised`: as they are served.
+`--unoptimised`: kernels as the assembler writes them without optimisation, in which every warp's barrier is an instruction.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ if __name__ == "__main__":
     parser.add_argument("--tool", nargs="*", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--ops", nargs="*", choices=SELECTIONS, default=list(SELECTIONS))
     parser.add_argument("--compiled", action="store_true", help="every kernel is in its store: no runs without a tool")
-    parser.add_argument("--optimised", action="store_true", help="racecheck, too, sees kernels as they are served")
+    parser.add_argument("--unoptimised", action="store_true", help="kernels that are assembled without optimisation")
     parser.add_argument("--jobs", type=int, default=1, help="operators at a time")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one operator under one tool")
     parser.add_argument("--json", type=Path, help="write how each run ended to this file")
@@ -153,14 +152,10 @@ if __name__ == "__main__":
     results: list[dict[str, Any]] = []
 
     def every_tool(op: str) -> None:
-        compiled = {True, False} if options.compiled else set()  # of kernels that are optimised, or not
-        for tool in options.tool:
-            optimised = options.optimised or tool != "racecheck"
-            for each in [tool] if optimised in compiled else [None, tool]:
-                results.append(run(op, each, optimised, options.limit, options.log))
-                if options.json:
-                    write(options.json, options.commit, results)
-            compiled.add(optimised)
+        for tool in options.tool if options.compiled else [None, *options.tool]:
+            results.append(run(op, tool, not options.unoptimised, options.limit, options.log))
+            if options.json:
+                write(options.json, options.commit, results)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(every_tool, ["careless", *options.ops]))

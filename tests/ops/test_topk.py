@@ -114,6 +114,15 @@ def _alone(config: op.TopkConfig) -> op.TopkConfig:
     return replace(config, world=1, latent=0)
 
 
+def test_few_experts_reach_the_bound() -> None:
+    """What the kernel counts: experts no less than the 16th largest of the warps' maxima, in one pass of 56."""
+    scores = torch.randn(2000, 896, generator=torch.Generator().manual_seed(0))
+    bound = scores.view(-1, 28, 32).amax(2).topk(16).values[:, -1:]
+    candidates = (scores >= bound).sum(1)
+    assert candidates.min() >= 16 and candidates.max() <= 56
+    assert 22 < candidates.double().mean() < 24
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     ("config", "live"),
