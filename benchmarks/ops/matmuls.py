@@ -30,7 +30,7 @@ def name(tactic: Tactic | Library) -> str:
         return "library"
     t = tactic
     if t.chunk:
-        leaves = (" e1" if t.passing else "") + (f" p{t.pace}" if t.pace else "")
+        leaves = (" e1" if t.passing else "") + (f" p{t.pace}" if t.pace else "") + (" l1" if t.by_lanes else "")
         return f"ring c{t.chunk} m{t.stages} f{t.fetchers} s{t.splits} {t.row_warps}x{t.k_warps}w{leaves}"
     last = f"m{t.stages}" if t.stages else f"d{t.depth}"
     return f"g{t.groups} s{t.splits} {t.row_warps}x{t.k_warps}w t{t.tiles} {last}"

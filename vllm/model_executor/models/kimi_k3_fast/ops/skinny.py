@@ -218,7 +218,9 @@ def ring_tactic(
     row_warps = ceil_div(held, 4 if tokens <= 32 else 2)  # a warp's sums are registers
     tiles = ceil_div(held, row_warps)
     warps = 4 if tokens > 32 and len(columns) > 1 else 8  # so do a norm's squares of many tokens
-    tactic = Tactic(groups, 1, row_warps, max(1, warps // row_warps), tiles, 0, 0, 1, 1, chunk, fetchers, height)
+    units = chunk // UNIT
+    k_warps = max(k for k in range(1, max(1, warps // row_warps) + 1) if units % k == 0)  # none has a unit more than others
+    tactic = Tactic(groups, 1, row_warps, k_warps, tiles, 0, 0, 1, 1, chunk, fetchers, height)
     stage = 2 * Shape(tokens, columns, tactic).stage_elements
     needed = sum(ceil_div(c // UNIT, chunk // UNIT) for c in columns)
     return replace(tactic, stages=max(1, min(space // stage, needed)))
@@ -268,10 +270,11 @@ def tactics(rows: int, columns: tuple[int, ...], tokens: int, sms: int = 132) ->
     splits and waves of blocks.
     """
     first, kib = default_tactic(rows, columns, tokens, sms), 1024
-    sizes = [(512, 168, 2), (256, 168, 2), (512, 208, 2), (1024, 208, 2), (256, 110, 2), (512, 168, 4)]
+    sizes = [(512, 168), (512, 212), (640, 212), (768, 212), (896, 212), (1024, 212)]
     if tokens > 16:
-        sizes = [(256, 208, 2)]
-    rings = [ring_tactic(rows, columns, tokens, sms, chunk, space * kib, fetchers) for chunk, space, fetchers in sizes]
+        sizes = [(256, 212), (512, 212)]
+    rings = [replace(ring_tactic(rows, columns, tokens, sms, chunk, space * kib), passing=True) for chunk, space in sizes]
+    rings += [replace(ring, by_lanes=True) for ring in rings if tokens >= 8]
     found = [first, *(t for t in rings if Shape(tokens, columns, t).problem() is None)]
     if first.stages:
         others = [streamed_tactic(rows, columns, tokens, cover, splits) for cover, splits in ((sms, 1), (sms, 4))]
