@@ -153,5 +153,5 @@ def specs() -> list[KernelSpec]:
     served += [Config(t, 7168, 1536, world=2, update="post") for t in (1, 8)]
     small = [Config(3, 160, 256, world=world, shots=shots) for world, shots in ((1, None), (2, 1), (2, 2), (4, 2))]
     small += [Config(3, 160, 256, world=world, update="post") for world in (2, 4)]
-    rings = [Config(t, 7168, 1536, 8, tactic=ring_tactic(7168, (1536,), t, chunk=256)) for t in (1, 64)]
+    rings = [Config(t, 7168, 1536, 8, tactic=ring_tactic(7168, (1536,), t)) for t in (1, 32)]
     return [found for config in [*small, *served, *rings] if (found := spec(config))]
