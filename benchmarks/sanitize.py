@@ -150,12 +150,15 @@ if __name__ == "__main__":
         careless()
         sys.exit()
     results: list[dict[str, Any]] = []
+    one_writes = threading.Lock()
 
     def every_tool(op: str) -> None:
         for tool in options.tool if options.compiled else [None, *options.tool]:
-            results.append(run(op, tool, not options.unoptimised, options.limit, options.log))
-            if options.json:
-                write(options.json, options.commit, results)
+            result = run(op, tool, not options.unoptimised, options.limit, options.log)
+            with one_writes:
+                results.append(result)
+                if options.json:
+                    write(options.json, options.commit, results)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(every_tool, ["careless", *options.ops]))
